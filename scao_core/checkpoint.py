@@ -1,0 +1,114 @@
+"""What a state dict of SCAO is, and what is refused.
+
+Schema 1: ``state[i]`` holds tensors only, with the keys, shapes and dtypes that ``plan`` lists; ``param_groups[i]`` holds the options as
+plain values and ``scao_schema``. Nothing else is saved, so ``weights_only`` loading, torch.distributed.checkpoint and FSDP, which
+keep exactly these two, keep everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import OPTION_NAMES, Options
+from .errors import CheckpointError, ConfigError
+from .plan import Slot, plan, plan_key
+
+SCHEMA = 1
+SCHEMA_KEY = "scao_schema"
+
+# Options and state keys by which other optimizers' checkpoints are recognized, most specific first.
+_OTHERS = (
+    ("torch.optim.AdamW or Adam", {"exp_avg_sq", "amsgrad"}),
+    ("torch.optim.SGD", {"dampening"}),
+    ("torch.optim.Muon", {"ns_coefficients"}),
+    ("Adafactor", {"scale_parameter"}),
+    ("an 8-bit bitsandbytes optimizer", {"qmap1"}),
+    ("an older SCAO", {"precond_freq"}),
+)
+_WAY_OUT = "start with a fresh optimizer state, or resume from the weights alone (in transformers: save_only_model)"
+
+
+def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuse, before anything changes, a state dict that these parameter groups cannot take.
+
+    Raises:
+        CheckpointError: another optimizer's state, a newer schema, other groups, or tensors that do not fit.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise CheckpointError(f"not an optimizer state dict: expected the keys 'state' and 'param_groups'; {_WAY_OUT}")
+    saved = state_dict["param_groups"]
+    for group in saved:
+        if SCHEMA_KEY not in group:
+            raise CheckpointError(f"this state was written by {_writer(state_dict)}, not by SCAO: {_WAY_OUT}")
+        if group[SCHEMA_KEY] > SCHEMA:
+            raise CheckpointError(
+                f"this state has schema {group[SCHEMA_KEY]}, this version of SCAO reads up to {SCHEMA}: update scao, or {_WAY_OUT}"
+            )
+    sizes, expected = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    if sizes != expected:
+        raise CheckpointError(
+            f"the state has parameter groups of {sizes} parameters, this optimizer of {expected}: build it as it was built for the saved run"
+        )
+    for group, here in zip(saved, groups, strict=True):
+        for position, (key, param) in enumerate(zip(group["params"], here["params"], strict=True)):
+            if key in state_dict["state"]:
+                _check_entry(state_dict["state"][key], param, group, position)
+
+
+def _writer(state_dict: Mapping[str, Any]) -> str:
+    keys = {key for group in state_dict["param_groups"] for key in group}
+    keys |= {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
+    for name, marks in _OTHERS:
+        if marks & keys:
+            return name
+    return f"another optimizer (its options: {', '.join(sorted(keys - {'params'})[:8])})"
+
+
+def _slots(param: Tensor, group: Mapping[str, Any]) -> dict[str, Slot]:
+    """The planned state tensors of a parameter under the options of a saved group."""
+    try:
+        options = Options.from_mapping({name: group[name] for name in OPTION_NAMES if name in group})
+    except ConfigError as error:
+        raise CheckpointError(f"the options in the state are not valid: {error}") from error
+    return dict(plan(tuple(param.shape), param.dtype, plan_key(options.as_dict())).slots)
+
+
+def _check_entry(entry: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], position: int) -> None:
+    wanted = _slots(param, group)
+    where = f"parameter {position} of shape {tuple(param.shape)}"
+    missing, extra = sorted(set(wanted) - set(entry)), sorted(set(entry) - set(wanted))
+    if missing or extra:
+        raise CheckpointError(
+            f"{where}: the state lacks {missing or 'nothing'} and has {extra or 'nothing'} too much; it was saved for "
+            f"another model or edited: {_WAY_OUT}"
+        )
+    for key, slot in wanted.items():
+        value = entry[key]
+        if not isinstance(value, Tensor) or tuple(value.shape) != slot.shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(f"{where}: {key} has {got}, expected a tensor of shape {slot.shape}; {_WAY_OUT}")
+
+
+def place(
+    state: Mapping[int, Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """The saved tensors by parameter: copies in the planned dtype (so bit for bit), on the parameter's device.
+
+    The step counter stays on the host. torch's own loading would cast every tensor to the dtype of its parameter.
+    """
+    placed: dict[Tensor, dict[str, Tensor]] = {}
+    for group, here in zip(saved, groups, strict=True):
+        for key, param in zip(group["params"], here["params"], strict=True):
+            if key in state:
+                slots = _slots(param, group)
+                placed[param] = {name: _placed(name, state[key][name], slot.dtype, param) for name, slot in slots.items()}
+    return placed
+
+
+def _placed(name: str, value: Tensor, dtype: torch.dtype, param: Tensor) -> Tensor:
+    copy = torch.empty(value.shape, dtype=dtype, device="cpu" if name == "step" else param.device)
+    return copy if copy.is_meta else copy.copy_(value)

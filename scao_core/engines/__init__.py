@@ -1,0 +1,13 @@
+"""Engines by name. A new rule is one file here and one row in ``ENGINES``."""
+
+from __future__ import annotations
+
+from .adam import Adam
+from .base import PREFIXES, Context, Engine, Sides
+from .kl import KL
+from .soap import Soap
+from .spectral import Spectral
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (KL(), Soap(), Spectral(), Adam())}
+
+__all__ = ["ENGINES", "PREFIXES", "Adam", "Context", "Engine", "KL", "Sides", "Soap", "Spectral"]

@@ -1,0 +1,26 @@
+"""Adam (Kingma and Ba 2015), for vectors, scalars and tables that get no curvature factor."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..curvature import State
+from .base import Context, Engine, Sides, rate
+
+
+class Adam(Engine):
+    """The only difference to torch.optim.AdamW: eps is relative to the size of the tensor's first gradient."""
+
+    name: ClassVar[str] = "adam"
+    uses_factors: ClassVar[bool] = False
+
+    def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
+        return {"exp_avg_sq": shape}
+
+    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+        # m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g²  (bias-corrected rates);  U = m / (√v + eps)
+        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
+        v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))
+        return {"exp_avg": m, "exp_avg_sq": v}, m / v.sqrt().add_(context.eps)

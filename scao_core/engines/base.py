@@ -1,0 +1,80 @@
+"""What an engine is: a rule that turns momentum and curvature into a direction, for a stack of equal matrices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..curvature import Factor, State
+
+Sides = tuple[Factor, ...]
+PREFIXES = ("left_", "right_")
+
+
+@dataclass(frozen=True)
+class Context:
+    """The scalars of one step of one stack.
+
+    Args:
+        t: 1 at the first step at which these matrices have a gradient, then 2, 3, …
+        betas: decay of momentum and of second moments.
+        curvature_beta: decay of the factors.
+        eps: added to square roots; gradients arrive divided by the size of the first one, so it is relative to that.
+        damping: relative to a factor's mean eigenvalue.
+    """
+
+    t: int
+    betas: tuple[float, float]
+    curvature_beta: float
+    eps: float
+    damping: float
+
+
+def rate(beta: float, t: int) -> float:
+    """(1 - β) / (1 - βᵗ): the weight of the t-th sample in an average that is unbiased from the first step on."""
+    return (1 - beta) / (1 - beta**t)
+
+
+def split(state: State, prefix: str) -> State:
+    """The entries of one side's factor, without their prefix."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def join(prefix: str, state: State) -> State:
+    """The inverse of ``split``."""
+    return {prefix + key: value for key, value in state.items()}
+
+
+def first_direction(g: Tensor, eps: float) -> Tensor:
+    """g / (|g| + eps): AdamW's first step, and SCAO's, while nothing is known of the curvature."""
+    return g / (g.abs() + eps)
+
+
+class Engine(ABC):
+    """A rule over (…, r, n) stacks, r <= n, whose left factor sees the shorter side and whose right the longer one."""
+
+    name: ClassVar[str]
+    uses_factors: ClassVar[bool] = True
+
+    def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
+        """Shapes of the engine's own statistics for one tensor of this (oriented) shape, besides momentum and factors."""
+        return {}
+
+    @abstractmethod
+    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+        """One step.
+
+        Args:
+            state: ``exp_avg`` like ``g``, the engine's slots, and the sides' entries with their prefixes; not written to.
+            g: the gradients, divided by the power of two that is the size of each tensor's first gradient.
+
+        Returns:
+            the changed entries of the state, and the direction U (the parameter moves by -lr · U).
+        """
+
+    def rebase(self, state: State, side: int, sides: Sides, basis: Tensor) -> State:
+        """Entries that change when the side's refreshed factor gets a new basis, the basis among them."""
+        return {PREFIXES[side] + "basis": basis}

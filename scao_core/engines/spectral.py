@@ -1,0 +1,27 @@
+"""The spectral rule: the orthogonal polar factor of the momentum, exact (Jordan et al. 2024, Muon; Liu et al. 2025, Moonlight)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..curvature import State
+from ..linalg import polar
+from .base import Context, Engine, Sides, first_direction, rate
+
+# Moonlight (arXiv 2502.16982): 0.2 √max(r, n) gives the step AdamW's typical root mean square, so AdamW's lr carries over.
+_RMS = 0.2
+
+
+class Spectral(Engine):
+    """U = 0.2 √n · polar(M). No factors: the r × r root is taken from the momentum itself at every step."""
+
+    name: ClassVar[str] = "spectral"
+    uses_factors: ClassVar[bool] = False
+
+    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
+        if context.t == 1:
+            return {"exp_avg": m}, first_direction(g, context.eps)
+        return {"exp_avg": m}, _RMS * m.shape[-1] ** 0.5 * polar(m)

@@ -1,0 +1,384 @@
+"""SCAO as a ``torch.optim.Optimizer``: it keeps the books; the maths is in ``engines`` and ``curvature``."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, gather, stacks
+from .config import DEFAULTS, OPTION_NAMES, Options, near_miss, translate_legacy, unknown_option
+from .distributed import any_rank
+from .engines import ENGINES, Context
+from .errors import ConfigError, NonFiniteGradientError
+from .plan import Plan, plan, plan_key
+from .refresh import Tally, Turns, assign_turns, refresh
+from .telemetry import Report, StepCallback, StepReport, Telemetry
+from .update import apply_, decay_, scaled
+
+
+class SCAO(torch.optim.Optimizer):
+    r"""Sparse Curvature-Aware Adaptive Optimizer.
+
+    For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r × r) and a wide
+    factor R of a few dominant directions and a flat rest, and moves along L^-1/2 M R^-1/2, M being the momentum. Vectors, scalars
+    and vocabulary-sized tables take the Adam path. ``reference.py`` is the same algorithm for one tensor.
+
+    Args:
+        params: parameters, groups (each may override every option), or ``model.named_parameters()``.
+        lr: learning rate; start from the one you use with AdamW. A 0-d tensor is kept, so in-place changes are seen.
+        betas: decay of the momentum and of the second moments.
+        eps: added to square roots, relative to the size of the tensor's first gradient (dimensionless).
+        weight_decay: decoupled, as in AdamW.
+        engine: ``"kl"``, ``"soap"`` or ``"spectral"``.
+        factors: ``"auto"``, or the factors of the shorter and the longer side, e.g. ``"dense,spiked"``.
+        spike_rank: dominant directions kept on a wide side.
+        block_size: largest block of the blocked factor.
+        max_dense_dim: largest side that gets one dense factor.
+        max_dim: a matrix with a longer side takes the Adam path.
+        bytes_per_param: most state per matrix parameter, in bytes (AdamW: 8).
+        refresh_every: steps between two refreshes of an eigenbasis.
+        runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
+        damping: added to eigenvalues, relative to their mean (dimensionless).
+        curvature_beta: decay of the factors; None: ``betas[1]``.
+        momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
+        stochastic_rounding: round bf16 parameters at random, without bias, when they are written.
+        on_nonfinite: ``"skip"`` leaves everything as it was when a gradient holds NaN or infinity; ``"raise"`` raises.
+        maximize: ascend.
+        foreach: False handles one tensor at a time.
+        fused, capturable, differentiable: as torch.optim.AdamW takes them; fused=True is ignored with a warning, the
+            other two are refused.
+
+    Numbers may be text ("2e-4") and pairs any sequence. Options of older SCAO code (``precond_freq``, ``k_max``, …) are taken with
+    their meaning here, or with one warning that says what to use instead.
+
+    Raises:
+        ConfigError: an option has a wrong type or value, or does not exist (the message names the nearest one).
+        ParameterError: a parameter is a DTensor or a flat shard.
+    """
+
+    _telemetry: Telemetry
+    _turns: list[list[Turns]] | None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | str | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        engine: str = "kl",
+        factors: str = "auto",
+        spike_rank: int = 4,
+        block_size: int = 256,
+        max_dense_dim: int = 256,
+        max_dim: int = 32768,
+        bytes_per_param: float = 8.0,
+        refresh_every: int = 10,
+        runtime: str = "staggered",
+        damping: float = 1e-3,
+        curvature_beta: float | None = None,
+        momentum_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+        on_nonfinite: str = "skip",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **older: Any,
+    ) -> None:
+        named = {name: value for name, value in locals().items() if name in OPTION_NAMES and _differs(value, DEFAULTS[name])}
+        self._telemetry, self._turns = Telemetry(), None
+        defaults = Options.from_mapping(self._translated({**named, **older}))
+        super().__init__(params, defaults.as_dict())
+
+    # --- groups -------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; each option may be overridden, other keys are kept as torch keeps them.
+
+        Raises:
+            ConfigError: an option is wrong, or a key is one letter off an option.
+        """
+        if not isinstance(param_group, dict):
+            raise ConfigError(f"a parameter group must be a dict with the key 'params', got {type(param_group).__name__}")
+        group = self._translated({**param_group})
+        for name in group:
+            if name not in OPTION_NAMES and near_miss(name):
+                raise unknown_option(name, OPTION_NAMES)
+        given = {name: value for name, value in group.items() if name in OPTION_NAMES}
+        options = Options.from_mapping(given, base=Options(**{n: self.defaults[n] for n in OPTION_NAMES}))
+        if options.fused and self._telemetry.first("fused"):
+            warnings.warn("SCAO has no fused kernel: fused=True is ignored", UserWarning, stacklevel=3)
+        group |= options.as_dict() | {checkpoint.SCHEMA_KEY: checkpoint.SCHEMA}
+        group["params"], names = _split_names(group.get("params"))
+        if names:
+            group["param_names"] = names
+        for param in group["params"]:
+            gather.check_parameter(param)
+        super().add_param_group(group)
+        self._turns = None
+        self._warn_if_flat()
+
+    def _translated(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        result, remarks = translate_legacy(options)
+        if remarks and self._telemetry.first("older options"):
+            warnings.warn("options of older SCAO code: " + "; ".join(remarks), UserWarning, stacklevel=4)
+        return result
+
+    def _warn_if_flat(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        large = [p for p in params if p.dim() == 1 and p.numel() >= 2**20]
+        if large and all(p.dim() <= 1 for p in params) and self._telemetry.first("flat"):
+            warnings.warn(
+                f"no parameter is a matrix, and one is a vector of {large[0].numel():,} elements: preconditioning is off. If "
+                "FSDP1 or DeepSpeed flattened the model, give SCAO the original matrices",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: recomputes the loss and the gradients; called once, with gradients enabled.
+
+        Raises:
+            GradientError: a gradient is sparse or complex; nothing has changed.
+            NonFiniteGradientError: a gradient is not finite and ``on_nonfinite="raise"``; nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # gradients, and one flag for the whole step, agreed by all ranks
+        jobs = self._gather()
+        bad = [job.name for job in jobs if not all(map(math.isfinite, job.peaks))]
+        device = jobs[0].param.device if jobs else torch.device("cpu")
+        if any_rank(bool(bad), device):
+            self._skip(jobs, bad)
+            return loss
+        with _full_precision({job.param.device.type for job in jobs}):
+            self._advance(jobs)
+        return loss
+
+    def _gather(self) -> list[stacks.Job]:
+        jobs: list[stacks.Job] = []
+        for number, (group, turns) in enumerate(zip(self.param_groups, self._schedule(), strict=True)):
+            plans = _Plans(group)
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                name = names[i] if names else f"{i} of group {number}"
+                gather.check_gradient(param, param.grad, name)
+                jobs.append(stacks.Job(param, param.grad, plans[param], group, {}, turns[i], name, []))
+        on_device, on_host = gather.peaks([j.grad for j in jobs], [math.prod(j.plan.batch) if j.plan.batch else 0 for j in jobs])
+        for job, peak, values in zip(jobs, on_device, on_host, strict=True):
+            job.peak, job.peaks = peak, values
+        return jobs
+
+    def _skip(self, jobs: list[stacks.Job], bad: list[str]) -> None:
+        totals = self._telemetry.totals
+        what = f"gradient with NaN or infinity in parameter {', '.join(bad[:5]) or '(on another rank)'}"
+        if any(job.group["on_nonfinite"] == "raise" for job in jobs):
+            raise NonFiniteGradientError(f"{what}: nothing was changed. on_nonfinite='skip' leaves such a step out instead")
+        if self._telemetry.first("skip"):
+            warnings.warn(f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()", UserWarning, stacklevel=4)
+        self._telemetry.record(StepReport(totals.steps, skipped=True, nonfinite=tuple(bad)))
+
+    def _advance(self, jobs: list[stacks.Job]) -> None:
+        units: list[stacks.Unit] = []
+        for job in jobs:
+            if not self.state[job.param]:
+                self.state[job.param] = stacks.create_state(job.plan, job.param)
+            job.state = self.state[job.param]
+            active = stacks.advance(job)
+            units += active
+            self._decay_idle(job, active)
+        for stack in stacks.stacks(units):
+            self._move(stack)
+        tally = refresh(units)
+        if tally.failed and self._telemetry.first("failed"):
+            warnings.warn(
+                f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later failures are "
+                "counted in optimizer.report()",
+                UserWarning,
+                stacklevel=4,
+            )
+        self._record(jobs, units, tally)
+
+    def _decay_idle(self, job: stacks.Job, active: list[stacks.Unit]) -> None:
+        """A gradient that is exactly zero says nothing: only the weight decay acts."""
+        lr, weight_decay = float(job.group["lr"]), job.group["weight_decay"]
+        if not active:
+            decay_([job.param], lr, weight_decay)
+        elif len(active) < len(job.peaks):
+            decay_([job.param[e] for e, peak in enumerate(job.peaks) if peak == 0], lr, weight_decay)
+
+    def _move(self, units: list[stacks.Unit]) -> None:
+        """One stack: direction, parameters, state."""
+        job, t = units[0].job, units[0].t
+        group, engine = job.group, ENGINES[job.plan.engine]
+        beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
+        context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"])
+        state = stacks.load(units)
+        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"))
+        grad = stacks.orient(grad.neg_() if group["maximize"] else grad, job.plan)
+        changed, direction = engine.direction(state, grad, job.plan.sides, context)
+        noise = t if group["stochastic_rounding"] else None
+        direction = stacks.orient(direction, job.plan).contiguous()
+        apply_([u.param for u in units], direction, float(group["lr"]), group["weight_decay"], noise)
+        stacks.store(units, changed)
+
+    def _schedule(self) -> list[list[Turns]]:
+        if self._turns is None:
+            self._turns = assign_turns(self.param_groups, [_Plans(group) for group in self.param_groups])
+        return self._turns
+
+    # --- what happened ------------------------------------------------------------------------------------------
+
+    def _record(self, jobs: list[stacks.Job], units: list[stacks.Unit], tally: Tally) -> None:
+        matrices = sum(unit.job.plan.is_matrix for unit in units)
+        self._telemetry.record(
+            StepReport(
+                step=self._telemetry.totals.steps + 1,
+                preconditioned=matrices,
+                adam=len(units) - matrices,
+                idle=sum(len(job.peaks) for job in jobs) - len(units),
+                refreshed=tally.refreshed,
+                failed=tally.failed,
+                degraded=tally.degraded,
+            )
+        )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a gradient was not finite, since this optimizer was made."""
+        return self._telemetry.totals.skipped_steps
+
+    def report(self) -> Report:
+        """Totals since this optimizer was made, with the last step's report; ``print`` shows a table."""
+        stats = self.precond_stats()
+        return replace(
+            self._telemetry.totals,
+            matrices=stats["matrices"],
+            adam_tensors=stats["adam_tensors"],
+            state_bytes=stats["state_bytes"],
+        )
+
+    def on_step(self, callback: StepCallback) -> Callable[[], None]:
+        """Call ``callback(step_report)`` after every step; returns a function that stops it."""
+        key = max(self._telemetry.callbacks, default=-1) + 1
+        self._telemetry.callbacks[key] = callback
+        return lambda: self._telemetry.callbacks.pop(key, None) and None
+
+    def plans(self) -> list[tuple[Tensor, Plan]]:
+        """What is kept for each trainable parameter, and its exact bytes; allocates nothing."""
+        return [
+            (param, plans[param])
+            for group, plans in ((group, _Plans(group)) for group in self.param_groups)
+            for param in group["params"]
+            if param.requires_grad
+        ]
+
+    def precond_stats(self) -> dict[str, Any]:
+        """Counts of parameters (``layers``) and matrices that are preconditioned, of tensors on the Adam path, and bytes."""
+        plans = [p for _, p in self.plans()]
+        matrix = [p for p in plans if p.is_matrix]
+        factors: dict[str, int] = {}
+        for p in matrix:
+            factors[p.describe()] = factors.get(p.describe(), 0) + 1
+        values = (v for state in self.state.values() for v in state.values())
+        return {
+            "layers": len(matrix),
+            "matrices": sum(math.prod(p.batch) for p in matrix),
+            "adam_tensors": len(plans) - len(matrix),
+            "planned_bytes": sum(p.bytes for p in plans),
+            "state_bytes": sum(v.numel() * v.element_size() for v in values),
+            "factors": factors,
+        }
+
+    # --- copies and checkpoints ---------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that SCAO saved, in its own dtypes and bit for bit; options come from it, as torch does it.
+
+        Raises:
+            CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has changed.
+        """
+        incoming: dict[str, Any] = {}
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            checkpoint.check(given, self.param_groups)
+            incoming.update(given)
+            return {**given, "state": {}}
+
+        def put(_: torch.optim.Optimizer) -> None:
+            self.state.update(checkpoint.place(incoming["state"], incoming["param_groups"], self.param_groups))
+
+        # The hooks of users run around these two: theirs see and may change what is loaded, as torch promises.
+        hooks = (self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._turns = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_telemetry": self._telemetry}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._turns = None
+
+
+class _Plans:
+    """Plans of one group's parameters, computed once per shape."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._key = plan_key(group)
+        self._known: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
+
+    def __getitem__(self, param: Tensor) -> Plan:
+        what = (tuple(param.shape), param.dtype)
+        if what not in self._known:
+            self._known[what] = plan(*what, self._key)
+        return self._known[what]
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return isinstance(value, Tensor) or type(value) is not type(default) or value != default
+
+
+def _split_names(params: Any) -> tuple[list[Tensor], list[str]]:
+    """Tensors and, for ``named_parameters()``, their names; torch before 2.6 does not take names itself."""
+    if isinstance(params, Tensor):
+        return [params], []
+    if isinstance(params, (set, frozenset)) or not isinstance(params, Iterable):
+        raise ConfigError(f"params must be an ordered collection of tensors, got {type(params).__name__}")
+    items = list(params)
+    if items and all(isinstance(item, tuple) and len(item) == 2 for item in items):
+        return [tensor for _, tensor in items], [str(name) for name, _ in items]
+    return items, []
+
+
+@contextmanager
+def _full_precision(devices: set[str]) -> Iterator[None]:
+    """Autocast off: a step inside an autocast region must not round its statistics to bf16."""
+    with ExitStack() as stack:
+        for device in sorted(devices):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield

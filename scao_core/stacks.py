@@ -1,0 +1,170 @@
+"""From parameters to stacks of equal matrices and back.
+
+A *unit* is one matrix (or vector) of one parameter: a 3-D parameter of E experts is E units. Units with the same plan, step
+count and group are stacked and handled in one call, in pieces that fit the cache on a CPU. The state of a parameter stays in its
+own tensors under ``optimizer.state[p]``, which is what makes saving, copying and moving it an ordinary matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .curvature import Refreshed, State
+from .engines import PREFIXES
+from .plan import Plan
+
+# Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache; on
+# an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not measured).
+_PIECE = {"cpu": 2**17}
+_PIECE_ELSEWHERE = 2**25
+
+
+@dataclass(slots=True)
+class Job:
+    """One parameter in one step."""
+
+    param: Tensor
+    grad: Tensor
+    plan: Plan
+    group: dict[str, Any]
+    state: State
+    turns: tuple[tuple[int, ...], ...]
+    """For each unit, the turn of each of its sides in the refresh schedule."""
+    name: str
+    peaks: list[float]
+    """Largest absolute entry of the gradient of each unit."""
+    peak: Tensor | None = None
+    """The same, where the gradient lives."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """One matrix of one parameter: views, so that writing to them writes to the parameter and to its state."""
+
+    job: Job
+    param: Tensor
+    grad: Tensor
+    state: State
+    t: int
+    turns: tuple[int, ...]
+
+
+def create_state(plan: Plan, param: Tensor) -> State:
+    """All state tensors of a parameter, as the plan lists them; the step counter lives on the host."""
+    state: State = {}
+    for key, slot in plan.slots:
+        device = "cpu" if key == "step" else param.device
+        state[key] = torch.zeros(slot.shape, dtype=slot.dtype, device=device)
+    like = torch.empty((), dtype=plan.compute, device=param.device)
+    for prefix, factor in zip(PREFIXES, plan.sides, strict=False):
+        if isinstance(factor, Refreshed):
+            state[prefix + "basis"] = factor.diagonal_basis(like, plan.batch)
+    return state
+
+
+def advance(job: Job) -> list[Unit]:
+    """Count one step for each unit of a parameter that has a gradient, and return those units.
+
+    A unit whose gradient is exactly zero keeps its state and its counter. The first gradient fixes the unit's scale.
+    """
+    counts = [int(t) for t in job.state["step"].reshape(-1).tolist()]
+    active = [e for e, peak in enumerate(job.peaks) if peak > 0]
+    if not active:
+        return []
+    _set_scale(job, [e for e in active if counts[e] == 0])
+    if len(active) == len(counts):
+        job.state["step"].add_(1)
+    else:
+        job.state["step"].view(-1)[active] += 1
+    return [_unit(job, e, counts[e] + 1) for e in active]
+
+
+def _set_scale(job: Job, first: list[int]) -> None:
+    if not first or job.peak is None:
+        return
+    # A power of two near the largest entry; on the device, where the peak is.
+    exponent = (torch.frexp(job.peak.to(job.plan.compute))[1] - 1).clamp(-100, 100)
+    scale = torch.ldexp(torch.ones_like(job.state["scale"]), exponent.view_as(job.state["scale"]))
+    flat, values = job.state["scale"].view(-1), scale.view(-1)
+    if len(first) == flat.numel():
+        flat.copy_(values)
+    else:
+        flat[first] = values[first]
+
+
+def _unit(job: Job, e: int, t: int) -> Unit:
+    plan = job.plan
+    grad = job.grad.reshape(plan.batch + plan.matrix)
+    state = {key: value for key, value in job.state.items() if key != "step"}
+    # What has the parameter's shape is seen as the matrix; Adam's second moment too, not that of a rotated basis.
+    for key in ("exp_avg",) if plan.is_matrix else ("exp_avg", "exp_avg_sq"):
+        state[key] = state[key].view(plan.batch + plan.matrix)
+    if not plan.batch:
+        return Unit(job, job.param, grad, state, t, job.turns[0] if job.turns else ())
+    state = {key: value[e] for key, value in state.items()}
+    return Unit(job, job.param[e], grad[e], state, t, job.turns[e] if job.turns else ())
+
+
+def stacks(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Units that are handled in one call, in a fixed order."""
+    equal: dict[tuple[object, ...], list[Unit]] = {}
+    for unit in units:
+        job = unit.job
+        key = (id(job.group), job.plan.matrix, job.plan, unit.t, job.param.dtype, job.param.device, job.grad.dtype)
+        equal.setdefault(key, []).append(unit)
+    for group in equal.values():
+        job = group[0].job
+        size = 1 if job.group["foreach"] is False else _piece(job.param.device)
+        count = max(1, size // max(1, math.prod(job.plan.matrix)))
+        for start in range(0, len(group), count):
+            yield from slices(group[start : start + count])
+
+
+def _piece(device: torch.device) -> int:
+    return _PIECE.get(device.type, _PIECE_ELSEWHERE)
+
+
+def slices(units: list[Unit]) -> Iterator[list[Unit]]:
+    """A large tensor on the Adam path is cut into pieces, since its rule is element-wise; all else stays as it is."""
+    unit = units[0]
+    numel, size = unit.param.numel(), _piece(unit.param.device)
+    if len(units) > 1 or unit.job.plan.is_matrix or numel <= size or not unit.param.is_contiguous():
+        yield units
+        return
+    param, grad = unit.param.view(-1), unit.grad.view(-1) if unit.grad.is_contiguous() else unit.grad.reshape(-1)
+    for start in range(0, numel, size):
+        part = slice(start, start + size)
+        state = {key: value.view(1, -1)[:, part] if value.dim() else value for key, value in unit.state.items()}
+        yield [Unit(unit.job, param[part], grad[part].view(1, -1), state, unit.t, ())]
+
+
+def stack(tensors: list[Tensor]) -> Tensor:
+    """(N, …); a view where there is only one."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def load(units: list[Unit]) -> State:
+    """The stacked state in the compute dtype, with the momentum oriented as r × n."""
+    plan = units[0].job.plan
+    state = {key: stack([u.state[key] for u in units]) for key in units[0].state if not key.endswith("failures")}
+    state["exp_avg"] = orient(state["exp_avg"].to(plan.compute), plan)
+    return state
+
+
+def store(units: list[Unit], changed: State) -> None:
+    """Write changed entries of the stacked state back."""
+    plan = units[0].job.plan
+    for key, value in changed.items():
+        value = orient(value, plan) if key == "exp_avg" else value
+        torch._foreach_copy_([u.state[key] for u in units], list(value.unbind(0)))
+
+
+def orient(x: Tensor, plan: Plan) -> Tensor:
+    """Rows × columns to r × n and back, as a view."""
+    return x.mT if plan.transposed else x

@@ -1,0 +1,98 @@
+"""What happened in a step, for people and for loggers; no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One call of ``step``.
+
+    Args:
+        step: number of steps taken so far in this process, this one included if it was not skipped.
+        skipped: True if a gradient was not finite, so that nothing changed.
+        nonfinite: names (or positions) of the parameters whose gradient was not finite on this rank.
+        preconditioned: matrices that moved along a preconditioned direction.
+        adam: tensors that took the Adam path.
+        idle: matrices and tensors whose gradient was exactly zero; only weight decay moved them.
+        refreshed: bases that were recomputed.
+        failed: bases whose decomposition failed in every retry; the last good one stays.
+        degraded: bases given up after three failures in a row, which take the diagonal path until a refresh succeeds.
+    """
+
+    step: int
+    skipped: bool = False
+    nonfinite: tuple[str, ...] = ()
+    preconditioned: int = 0
+    adam: int = 0
+    idle: int = 0
+    refreshed: int = 0
+    failed: int = 0
+    degraded: int = 0
+
+
+@dataclass
+class Report:
+    """Totals since the optimizer was made or loaded; ``print(optimizer.report())`` shows a table."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    refreshed: int = 0
+    failed_refreshes: int = 0
+    degraded: int = 0
+    last: StepReport | None = None
+    matrices: int = 0
+    adam_tensors: int = 0
+    state_bytes: int = 0
+
+    def add(self, report: StepReport) -> None:
+        """Count one step."""
+        self.steps += not report.skipped
+        self.skipped_steps += report.skipped
+        self.refreshed += report.refreshed
+        self.failed_refreshes += report.failed
+        self.degraded += report.degraded
+        self.last = report
+
+    def __str__(self) -> str:
+        rows = [
+            ("steps taken", self.steps),
+            ("steps skipped (gradient not finite)", self.skipped_steps),
+            ("matrices preconditioned", self.matrices),
+            ("tensors on the Adam path", self.adam_tensors),
+            ("optimizer state", f"{self.state_bytes:,} bytes"),
+            ("bases refreshed", self.refreshed),
+            ("refreshes failed", self.failed_refreshes),
+            ("bases degraded to diagonal", self.degraded),
+        ]
+        return "\n".join(f"{label:<38}{value}" for label, value in rows)
+
+
+StepCallback = Callable[[StepReport], None]
+
+
+@dataclass
+class Telemetry:
+    """Counters and callbacks of one optimizer. Nothing here changes a result, so none of it is in a checkpoint."""
+
+    totals: Report = field(default_factory=Report)
+    callbacks: dict[int, StepCallback] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, object]:
+        # A callback may hold a file or a logger; a copied or pickled optimizer starts without any.
+        return {"totals": self.totals, "callbacks": {}, "warned": set(self.warned)}
+
+    def record(self, report: StepReport) -> None:
+        """Count a step and tell the callbacks."""
+        self.totals.add(report)
+        for callback in list(self.callbacks.values()):
+            callback(report)
+
+    def first(self, what: str) -> bool:
+        """True the first time it is asked for ``what``: a warning is given once."""
+        new = what not in self.warned
+        self.warned.add(what)
+        return new

@@ -1,0 +1,64 @@
+"""What happens to gradients before the rule and to parameters after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A gradient this many times larger than the tensor's first one is cut off, so that sums of squares stay finite in fp32
+# (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
+_LARGEST = 2.0**50
+
+# Odd 32-bit multipliers of the mixing steps (Steele et al. 2014, SplitMix; Murmur3's finalizer has the same form).
+_MIX = (0x85EBCA6B, 0xC2B2AE35)
+_WEYL = 0x9E3779B9
+
+
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``; new memory.
+
+    ``scale`` is a power of two: the division is exact, and every rule sees numbers near one, whatever the loss scale.
+    """
+    factor = scale.reciprocal().reshape(-1, *[1] * (grad.dim() - 1))
+    return (grad.to(scale.dtype) * factor).clamp_(-_LARGEST, _LARGEST)
+
+
+def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise_step: int | None) -> None:
+    """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and a stack (N, …) of directions in the compute dtype.
+
+    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise_step`` (the
+    step count) is given.
+    """
+    updates = [u.view_as(p) for p, u in zip(params, directions.unbind(0), strict=True)]
+    if params[0].dtype == directions.dtype:
+        decay_(params, lr, weight_decay)
+        torch._foreach_add_(params, updates, alpha=-lr)
+        return
+    for position, (p, u) in enumerate(zip(params, updates, strict=True)):
+        exact = p.to(u.dtype).mul_(1 - lr * weight_decay).sub_(u, alpha=lr)
+        if noise_step is not None and p.dtype == torch.bfloat16:
+            exact = stochastic_bf16(exact, noise_step, position)
+        p.copy_(exact)
+
+
+def decay_(params: list[Tensor], lr: float, weight_decay: float) -> None:
+    """p <- (1 - lr · wd) p, in place: decoupled weight decay (Loshchilov and Hutter 2019)."""
+    if weight_decay != 0 and lr != 0 and params:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+
+
+def stochastic_bf16(x: Tensor, step: int, salt: int) -> Tensor:
+    """fp32 rounded to bf16 at random, with probabilities that make the rounding unbiased.
+
+    The noise is a hash of (element, step, salt) instead of a random stream: it needs no generator in the checkpoint and leaves
+    torch's alone.
+    """
+    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
+    noise = (index + (step * _WEYL + salt * _MIX[0]) % 2**32) & 0xFFFFFFFF
+    for shift, multiplier in zip((16, 13), _MIX, strict=True):
+        noise = ((noise ^ (noise >> shift)) * multiplier) & 0xFFFFFFFF
+    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    # bf16 is the upper half of fp32: add noise below the cut, then cut.
+    bits = x.float().contiguous().view(torch.int32)
+    rounded = ((bits + noise.to(torch.int32)) & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(x) & torch.isfinite(rounded), rounded, x.float()).to(torch.bfloat16)
