@@ -1,8 +1,8 @@
 """What a state dict of SCAO is, and what is refused.
 
-Schema 1: ``state[i]`` holds tensors only, with the keys, shapes and dtypes that ``plan`` lists; ``param_groups[i]`` holds the options as
-plain values and ``scao_schema``. Nothing else is saved, so ``weights_only`` loading, torch.distributed.checkpoint and FSDP, which
-keep exactly these two, keep everything.
+Schema 1: ``state[i]`` holds tensors only, with the keys, shapes and dtypes that ``plan`` lists; ``param_groups[i]``
+holds the options as plain values and ``scao_schema``. Nothing else is saved, so ``weights_only`` loading,
+torch.distributed.checkpoint and FSDP, which keep exactly these two, keep everything.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
             raise CheckpointError(f"this state was written by {_writer(state_dict)}, not by SCAO: {_WAY_OUT}")
         if group[SCHEMA_KEY] > SCHEMA:
             raise CheckpointError(
-                f"this state has schema {group[SCHEMA_KEY]}, this version of SCAO reads up to {SCHEMA}: update scao, or {_WAY_OUT}"
+                f"this state has schema {group[SCHEMA_KEY]}, this version of SCAO reads up to {SCHEMA}: update scao, "
+                f"or {_WAY_OUT}"
             )
     sizes, expected = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != expected:
         raise CheckpointError(
-            f"the state has parameter groups of {sizes} parameters, this optimizer of {expected}: build it as it was built for the saved run"
+            f"the state has parameter groups of {sizes} parameters, this optimizer of {expected}: build it as it was "
+            "built for the saved run"
         )
     for group, here in zip(saved, groups, strict=True):
         for position, (key, param) in enumerate(zip(group["params"], here["params"], strict=True)):
@@ -105,7 +107,9 @@ def place(
         for key, param in zip(group["params"], here["params"], strict=True):
             if key in state:
                 slots = _slots(param, group)
-                placed[param] = {name: _placed(name, state[key][name], slot.dtype, param) for name, slot in slots.items()}
+                placed[param] = {
+                    name: _placed(name, state[key][name], slot.dtype, param) for name, slot in slots.items()
+                }
     return placed
 
 

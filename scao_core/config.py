@@ -1,8 +1,8 @@
 """Options: strict at the border, plain values inside.
 
-:class:`Options` is the one list of what a parameter group can carry. Values may come from Python, YAML or a command line, so
-numbers may be text (PyYAML reads ``2e-4`` as text) and sequences may be of any kind; what leaves this module is ``float``,
-``int``, ``bool``, ``str`` and ``tuple`` only, so a checkpoint stays loadable with ``weights_only=True``.
+:class:`Options` is the one list of what a parameter group can carry. Values may come from Python, YAML or a command
+line, so numbers may be text (PyYAML reads ``2e-4`` as text) and sequences may be of any kind; what leaves this module
+is ``float``, ``int``, ``bool``, ``str`` and ``tuple`` only, so a checkpoint stays loadable with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def number(low: float = -math.inf, high: float = math.inf, *, open_high: bool = 
         try:
             if isinstance(value, (bool, bytes)) or value is None:
                 raise TypeError
-            value = float(value)
+            result = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"{name}: expected a number, got {got}") from None
-        if not (math.isfinite(value) and low <= value <= high) or (open_high and value == high):
+        if not (math.isfinite(result) and low <= result <= high) or (open_high and result == high):
             upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
             raise ConfigError(f"{name}={got} must be a finite number >= {low:g}{upper}")
-        return value
+        return result
 
     return convert
 
@@ -163,9 +163,13 @@ def _option(default: Any, convert: Callable[[str, Any], Any], doc: str) -> Any:
 class Options:
     """What every parameter group can set. The documentation's option table is generated from these fields."""
 
-    lr: Any = _option(1e-3, learning_rate, "Learning rate: start from the one you use with AdamW. A 0-d tensor is kept.")
+    lr: Any = _option(
+        1e-3, learning_rate, "Learning rate: start from the one you use with AdamW. A 0-d tensor is kept."
+    )
     betas: tuple[float, float] = _option((0.9, 0.999), betas_pair, "Decay of the momentum and of the second moments.")
-    eps: float = _option(1e-8, number(0.0), "Added to square roots, relative to the size of the tensor's first gradient.")
+    eps: float = _option(
+        1e-8, number(0.0), "Added to square roots, relative to the size of the tensor's first gradient."
+    )
     weight_decay: float = _option(1e-2, number(0.0), "Decoupled weight decay, as in AdamW.")
     engine: str = _option("kl", choice(*ENGINES), "Update rule for matrices: kl, soap or spectral.")
     factors: str = _option("auto", factor_pair, "Curvature factors of the shorter and longer side, or auto.")
@@ -173,18 +177,28 @@ class Options:
     block_size: int = _option(256, integer(1), "Largest block of the blocked factor.")
     max_dense_dim: int = _option(256, integer(1), "Largest side that gets one dense factor.")
     max_dim: int = _option(32768, integer(1), "A matrix with a longer side (a vocabulary) takes the Adam path.")
-    bytes_per_param: float = _option(8.0, number(0.0), "Most state per matrix parameter, in bytes (AdamW: 8).")
+    bytes_per_param: float | None = _option(
+        None, optional(number(0.0)), "Most state per matrix parameter, in bytes; None: 8, AdamW's (soap: 12)."
+    )
     refresh_every: int = _option(10, integer(1), "Steps between two refreshes of an eigenbasis.")
-    runtime: str = _option("staggered", choice(*RUNTIME_NAMES), "When refreshes run: spread over steps, or all at once.")
+    runtime: str = _option(
+        "staggered", choice(*RUNTIME_NAMES), "When refreshes run: spread over steps, or all at once."
+    )
     damping: float = _option(1e-3, number(0.0), "Added to eigenvalues, relative to their mean.")
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )
-    momentum_dtype: str | None = _option(None, optional(dtype_name), "Storage of the momentum; None: as computed (fp32).")
+    momentum_dtype: str | None = _option(
+        None, optional(dtype_name), "Storage of the momentum; None: as computed (fp32)."
+    )
     stochastic_rounding: bool = _option(False, flag, "Round bf16 parameters at random when written, without bias.")
-    on_nonfinite: str = _option("skip", choice(*NONFINITE), "A NaN or infinite gradient skips the whole step, or raises.")
+    on_nonfinite: str = _option(
+        "skip", choice(*NONFINITE), "A NaN or infinite gradient skips the whole step, or raises."
+    )
     maximize: bool = _option(False, flag, "Ascend instead of descend.")
-    foreach: bool | None = _option(None, optional(flag), "False: one tensor at a time. None and True: stacks of equal shapes.")
+    foreach: bool | None = _option(
+        None, optional(flag), "False: one tensor at a time. None and True: stacks of equal shapes."
+    )
     fused: bool | None = _option(None, optional(flag), "Accepted for compatibility; True is ignored with a warning.")
     capturable: bool = _option(False, flag, "Only False: a step reads one flag on the host.")
     differentiable: bool = _option(False, flag, "Only False.")
@@ -237,10 +251,18 @@ def unknown_option(name: str, known: Iterable[str]) -> UnknownOptionError:
 # None, what a user should do). Those that become an option keep their meaning; the others had none here.
 LEGACY: dict[str, tuple[Callable[[str, Any], Any], str | None, str]] = {
     "precond_freq": (integer(1), "refresh_every", ""),
-    "max_precond_dim": (integer(1), None, "sides up to max_dense_dim get a dense factor; set max_dense_dim or max_dim instead"),
+    "max_precond_dim": (
+        integer(1),
+        None,
+        "sides up to max_dense_dim get a dense factor; set max_dense_dim or max_dim instead",
+    ),
     "k_min": (integer(1), None, "the number of directions is fixed; set spike_rank instead"),
     "k_max": (integer(1), None, "the number of directions is fixed; set spike_rank instead"),
-    "sparsity": (number(0.0, 1.0), None, "a wide side keeps its spike_rank dominant directions; set spike_rank instead"),
+    "sparsity": (
+        number(0.0, 1.0),
+        None,
+        "a wide side keeps its spike_rank dominant directions; set spike_rank instead",
+    ),
     "use_int8_ema": (flag, None, "set momentum_dtype=bfloat16 instead"),
     "warmup_steps": (integer(0), None, "use the warmup of your learning-rate schedule instead"),
     "min_precond_updates": (integer(0), None, "the first step of a tensor is always AdamW's, no option is needed"),
@@ -256,7 +278,9 @@ def translate_legacy(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     """
     result = {name: value for name, value in options.items() if name not in LEGACY}
     remarks = []
-    old = {name: LEGACY[name][0](name, value) for name, value in options.items() if name in LEGACY and value is not None}
+    old = {
+        name: LEGACY[name][0](name, value) for name, value in options.items() if name in LEGACY and value is not None
+    }
     if "k_min" in old and "k_max" in old and old["k_min"] > old["k_max"]:
         raise ConfigError(f"k_min={old['k_min']} must be <= k_max={old['k_max']}")
     for name, value in old.items():

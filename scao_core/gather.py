@@ -11,9 +11,7 @@ from torch import Tensor
 from .errors import GradientError, ParameterError
 
 _FLAT_MARKS = ("_is_flat", "_is_flat_param", "is_flat", "ds_id", "ds_tensor")
-_USE_INSTEAD = (
-    "SCAO needs whole matrices on each rank: use DistributedDataParallel (or one process), or another optimizer for this setup"
-)
+_USE_INSTEAD = "SCAO needs whole matrices on each rank: use DistributedDataParallel (or one process), or another optimizer for this setup"
 
 
 def check_parameter(param: Any) -> None:
@@ -24,7 +22,9 @@ def check_parameter(param: Any) -> None:
     """
     kind = type(param).__name__
     if kind == "DTensor" and param.requires_grad:
-        raise ParameterError(f"got a DTensor parameter (FSDP2 or tensor parallel), which is not supported yet. {_USE_INSTEAD}")
+        raise ParameterError(
+            f"got a DTensor parameter (FSDP2 or tensor parallel), which is not supported yet. {_USE_INSTEAD}"
+        )
     marks = [mark for mark in _FLAT_MARKS if getattr(param, mark, False) not in (False, None)]
     if kind == "FlatParameter" or marks:
         raise ParameterError(
@@ -42,12 +42,13 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
     """
     if grad.layout != torch.strided:
         raise GradientError(
-            f"SCAO does not support sparse gradients (parameter {name}, layout {grad.layout}): use sparse=False in the embedding, "
-            "or torch.optim.SparseAdam for it"
+            f"SCAO does not support sparse gradients (parameter {name}, layout {grad.layout}): use sparse=False in "
+            "the embedding, or torch.optim.SparseAdam for it"
         )
     if param.is_complex() or grad.is_complex():
         raise GradientError(
-            f"SCAO does not support complex parameters (parameter {name}, {param.dtype}): optimize torch.view_as_real(p) instead"
+            f"SCAO does not support complex parameters (parameter {name}, {param.dtype}): optimize "
+            "torch.view_as_real(p) instead"
         )
     if type(param).__name__ == "DTensor":
         check_parameter(param)
@@ -57,7 +58,8 @@ def peaks(grads: list[Tensor], batches: Iterable[int]) -> tuple[list[Tensor], li
     """Largest absolute entry of each gradient, one per matrix in it.
 
     Args:
-        batches: for each gradient the number of matrices stacked in its first dimension; 0 for one that is a single unit.
+        batches: for each gradient the number of matrices stacked in its first dimension; 0 for one that is a single
+            unit.
 
     Returns:
         the peaks on the device, and the same on the host (NaN and infinity included). One transfer per device.
@@ -82,4 +84,3 @@ def _peak(grad: Tensor, batch: int) -> Tensor:
     else:
         low, high = torch.aminmax(grad)
     return torch.maximum(high, -low)
-

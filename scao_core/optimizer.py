@@ -15,20 +15,21 @@ from torch import Tensor
 from . import checkpoint, gather, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, near_miss, translate_legacy, unknown_option
 from .distributed import any_rank
-from .engines import ENGINES, Context
+from .engines import ENGINES, Context, rate
 from .errors import ConfigError, NonFiniteGradientError
 from .plan import Plan, plan, plan_key
 from .refresh import Tally, Turns, assign_turns, refresh
 from .telemetry import Report, StepCallback, StepReport, Telemetry
-from .update import apply_, decay_, scaled
+from .update import apply_, decay_, momentum_, scaled
 
 
 class SCAO(torch.optim.Optimizer):
     r"""Sparse Curvature-Aware Adaptive Optimizer.
 
-    For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r × r) and a wide
-    factor R of a few dominant directions and a flat rest, and moves along L^-1/2 M R^-1/2, M being the momentum. Vectors, scalars
-    and vocabulary-sized tables take the Adam path. ``reference.py`` is the same algorithm for one tensor.
+    For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r ×
+    r) and a wide factor R of a few dominant directions and a flat rest, and moves along L^-1/2 M R^-1/2, M being the
+    momentum. Vectors, scalars and vocabulary-sized tables take the Adam path. ``reference.py`` is the same algorithm
+    for one tensor.
 
     Args:
         params: parameters, groups (each may override every option), or ``model.named_parameters()``.
@@ -42,7 +43,8 @@ class SCAO(torch.optim.Optimizer):
         block_size: largest block of the blocked factor.
         max_dense_dim: largest side that gets one dense factor.
         max_dim: a matrix with a longer side takes the Adam path.
-        bytes_per_param: most state per matrix parameter, in bytes (AdamW: 8).
+        bytes_per_param: most state per matrix parameter, in bytes; None: AdamW's 8 (12 for soap, which also keeps a
+            second moment).
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
@@ -55,8 +57,8 @@ class SCAO(torch.optim.Optimizer):
         fused, capturable, differentiable: as torch.optim.AdamW takes them; fused=True is ignored with a warning, the
             other two are refused.
 
-    Numbers may be text ("2e-4") and pairs any sequence. Options of older SCAO code (``precond_freq``, ``k_max``, …) are taken with
-    their meaning here, or with one warning that says what to use instead.
+    Numbers may be text ("2e-4") and pairs any sequence. Options of older SCAO code (``precond_freq``, ``k_max``, …) are
+    taken with their meaning here, or with one warning that says what to use instead.
 
     Raises:
         ConfigError: an option has a wrong type or value, or does not exist (the message names the nearest one).
@@ -80,7 +82,7 @@ class SCAO(torch.optim.Optimizer):
         block_size: int = 256,
         max_dense_dim: int = 256,
         max_dim: int = 32768,
-        bytes_per_param: float = 8.0,
+        bytes_per_param: float | None = None,
         refresh_every: int = 10,
         runtime: str = "staggered",
         damping: float = 1e-3,
@@ -95,7 +97,9 @@ class SCAO(torch.optim.Optimizer):
         differentiable: bool = False,
         **older: Any,
     ) -> None:
-        named = {name: value for name, value in locals().items() if name in OPTION_NAMES and _differs(value, DEFAULTS[name])}
+        named = {
+            name: value for name, value in locals().items() if name in OPTION_NAMES and _differs(value, DEFAULTS[name])
+        }
         self._telemetry, self._turns = Telemetry(), None
         defaults = Options.from_mapping(self._translated({**named, **older}))
         super().__init__(params, defaults.as_dict())
@@ -109,7 +113,9 @@ class SCAO(torch.optim.Optimizer):
             ConfigError: an option is wrong, or a key is one letter off an option.
         """
         if not isinstance(param_group, dict):
-            raise ConfigError(f"a parameter group must be a dict with the key 'params', got {type(param_group).__name__}")
+            raise ConfigError(
+                f"a parameter group must be a dict with the key 'params', got {type(param_group).__name__}"
+            )
         group = self._translated({**param_group})
         for name in group:
             if name not in OPTION_NAMES and near_miss(name):
@@ -184,7 +190,9 @@ class SCAO(torch.optim.Optimizer):
                 name = names[i] if names else f"{i} of group {number}"
                 gather.check_gradient(param, param.grad, name)
                 jobs.append(stacks.Job(param, param.grad, plans[param], group, {}, turns[i], name, []))
-        on_device, on_host = gather.peaks([j.grad for j in jobs], [math.prod(j.plan.batch) if j.plan.batch else 0 for j in jobs])
+        on_device, on_host = gather.peaks(
+            [j.grad for j in jobs], [math.prod(j.plan.batch) if j.plan.batch else 0 for j in jobs]
+        )
         for job, peak, values in zip(jobs, on_device, on_host, strict=True):
             job.peak, job.peaks = peak, values
         return jobs
@@ -193,9 +201,13 @@ class SCAO(torch.optim.Optimizer):
         totals = self._telemetry.totals
         what = f"gradient with NaN or infinity in parameter {', '.join(bad[:5]) or '(on another rank)'}"
         if any(job.group["on_nonfinite"] == "raise" for job in jobs):
-            raise NonFiniteGradientError(f"{what}: nothing was changed. on_nonfinite='skip' leaves such a step out instead")
+            raise NonFiniteGradientError(
+                f"{what}: nothing was changed. on_nonfinite='skip' leaves such a step out instead"
+            )
         if self._telemetry.first("skip"):
-            warnings.warn(f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()", UserWarning, stacklevel=4)
+            warnings.warn(
+                f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()", UserWarning, stacklevel=4
+            )
         self._telemetry.record(StepReport(totals.steps, skipped=True, nonfinite=tuple(bad)))
 
     def _advance(self, jobs: list[stacks.Job]) -> None:
@@ -212,8 +224,8 @@ class SCAO(torch.optim.Optimizer):
         tally = refresh(units)
         if tally.failed and self._telemetry.first("failed"):
             warnings.warn(
-                f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later failures are "
-                "counted in optimizer.report()",
+                f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later "
+                "failures are counted in optimizer.report()",
                 UserWarning,
                 stacklevel=4,
             )
@@ -234,13 +246,16 @@ class SCAO(torch.optim.Optimizer):
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"])
         state = stacks.load(units)
-        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"))
-        grad = stacks.orient(grad.neg_() if group["maximize"] else grad, job.plan)
-        changed, direction = engine.direction(state, grad, job.plan.sides, context)
+        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"), group["maximize"])
+        # M <- b M + (1-b) G
+        average = momentum_(state.pop("exp_avg"), grad, rate(context.betas[0], t))
+        grad, m = stacks.orient(grad, job.plan), stacks.orient(average, job.plan)
+        # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
+        changed, direction = engine.direction(state, grad, m, job.plan.sides, context)
         noise = t if group["stochastic_rounding"] else None
-        direction = stacks.orient(direction, job.plan).contiguous()
-        apply_([u.param for u in units], direction, float(group["lr"]), group["weight_decay"], noise)
-        stacks.store(units, changed)
+        moved = stacks.orient(direction, job.plan)
+        apply_([u.param for u in units], moved, float(group["lr"]), group["weight_decay"], noise)
+        stacks.store(units, {**changed, "exp_avg": average})
 
     def _schedule(self) -> list[list[Turns]]:
         if self._turns is None:
@@ -316,7 +331,8 @@ class SCAO(torch.optim.Optimizer):
         """Load a state that SCAO saved, in its own dtypes and bit for bit; options come from it, as torch does it.
 
         Raises:
-            CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has changed.
+            CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has
+                changed.
         """
         incoming: dict[str, Any] = {}
 
@@ -329,7 +345,10 @@ class SCAO(torch.optim.Optimizer):
             self.state.update(checkpoint.place(incoming["state"], incoming["param_groups"], self.param_groups))
 
         # The hooks of users run around these two: theirs see and may change what is loaded, as torch promises.
-        hooks = (self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True))
+        hooks = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -18,6 +18,8 @@ from .curvature import Blocked, Dense, Diagonal, Factor, Refreshed, Spiked
 from .engines import ENGINES, PREFIXES, Sides
 
 Shape = tuple[int, ...]
+# Default bytes per parameter: what AdamW keeps; SOAP has momentum and second moment before any factor.
+_BUDGET = {"kl": 8.0, "soap": 12.0}
 _SMALLEST_BLOCK = 8  # chosen: below it a block factor is hardly more than a diagonal one
 
 
@@ -109,9 +111,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def plan(shape: Shape, dtype: torch.dtype, options: Options) -> Plan:
     """Choose how to treat a parameter, with options made by ``plan_key``.
 
-    The first pair of factors, best first, that fits ``options.bytes_per_param`` is taken; the Adam path if none does, and
-    for vectors, scalars, empty tensors and sides longer than ``options.max_dim``. Factors that are named in the options are
-    taken whatever they cost.
+    The first pair of factors, best first, that fits ``options.bytes_per_param`` is taken; the Adam path if none does,
+    and for vectors, scalars, empty tensors and sides longer than ``options.max_dim``. Factors that are named in the
+    options are taken whatever they cost.
     """
     compute = compute_dtype(dtype)
     found = as_matrices(shape)
@@ -123,9 +125,10 @@ def plan(shape: Shape, dtype: torch.dtype, options: Options) -> Plan:
         return _build(shape, batch, matrix, options.engine, (), options, compute)
     if options.factors != "auto":
         left, right = options.factors.split(",")
-        sides = (_named(left, r, n, options), _named(right, n, r, options))
-        return _build(shape, batch, matrix, options.engine, sides, options, compute)
-    allowed = options.bytes_per_param * r * n * math.prod(batch)
+        named = (_named(left, r, n, options), _named(right, n, r, options))
+        return _build(shape, batch, matrix, options.engine, named, options, compute)
+    budget = _BUDGET[options.engine] if options.bytes_per_param is None else options.bytes_per_param
+    allowed = budget * r * n * math.prod(batch)
     for sides in _candidates(r, n, options):
         candidate = _build(shape, batch, matrix, options.engine, sides, options, compute)
         if _in_fp32(candidate) <= allowed + _counters(candidate):
@@ -178,7 +181,13 @@ def _named(name: str, dim: int, samples: int, options: Options) -> Factor:
 
 
 def _build(
-    shape: Shape, batch: Shape, matrix: tuple[int, int], engine: str, sides: Sides, options: Options, compute: torch.dtype
+    shape: Shape,
+    batch: Shape,
+    matrix: tuple[int, int],
+    engine: str,
+    sides: Sides,
+    options: Options,
+    compute: torch.dtype,
 ) -> Plan:
     momentum = getattr(torch, options.momentum_dtype) if options.momentum_dtype else compute
     oriented = shape if engine == "adam" else tuple(sorted(matrix))

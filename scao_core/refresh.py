@@ -39,8 +39,8 @@ class Plans(Protocol):
 def assign_turns(groups: Sequence[Mapping[str, Any]], plans: Sequence[Plans]) -> list[list[Turns]]:
     """For each group, parameter, unit and side: its turn in the refresh interval.
 
-    A function of shapes and order alone, so a resumed run and every rank come to the same; a group that is added later leaves
-    the turns before it as they were.
+    A function of shapes and order alone, so a resumed run and every rank come to the same; a group that is added later
+    leaves the turns before it as they were.
     """
     loads: dict[int, list[float]] = {}
     result = []

@@ -1,8 +1,9 @@
 """From parameters to stacks of equal matrices and back.
 
-A *unit* is one matrix (or vector) of one parameter: a 3-D parameter of E experts is E units. Units with the same plan, step
-count and group are stacked and handled in one call, in pieces that fit the cache on a CPU. The state of a parameter stays in its
-own tensors under ``optimizer.state[p]``, which is what makes saving, copying and moving it an ordinary matter.
+A *unit* is one matrix (or vector) of one parameter: a 3-D parameter of E experts is E units. Units with the same plan,
+step count and group are stacked and handled in one call, in pieces that fit the cache on a CPU. The state of a
+parameter stays in its own tensors under ``optimizer.state[p]``, which is what makes saving, copying and moving it an
+ordinary matter.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from .curvature import Refreshed, State
 from .engines import PREFIXES
 from .plan import Plan
 
-# Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache; on
-# an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not measured).
-_PIECE = {"cpu": 2**17}
+# Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache;
+# on an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not
+# measured).
+_PIECE = {"cpu": 2**20}
 _PIECE_ELSEWHERE = 2**25
 
 
@@ -150,19 +152,17 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 def load(units: list[Unit]) -> State:
-    """The stacked state in the compute dtype, with the momentum oriented as r × n."""
-    plan = units[0].job.plan
+    """The stacked state; the momentum in the compute dtype, a view of the parameter's own where there is only one."""
     state = {key: stack([u.state[key] for u in units]) for key in units[0].state if not key.endswith("failures")}
-    state["exp_avg"] = orient(state["exp_avg"].to(plan.compute), plan)
+    state["exp_avg"] = state["exp_avg"].to(units[0].job.plan.compute)
     return state
 
 
 def store(units: list[Unit], changed: State) -> None:
-    """Write changed entries of the stacked state back."""
-    plan = units[0].job.plan
+    """Write changed entries of the stacked state back; what is a view of the parameter's own needs no copy."""
     for key, value in changed.items():
-        value = orient(value, plan) if key == "exp_avg" else value
-        torch._foreach_copy_([u.state[key] for u in units], list(value.unbind(0)))
+        if len(units) > 1 or value.data_ptr() != units[0].state[key].data_ptr():
+            torch._foreach_copy_([u.state[key] for u in units], list(value.unbind(0)))
 
 
 def orient(x: Tensor, plan: Plan) -> Tensor:

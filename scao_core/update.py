@@ -14,20 +14,25 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
 
 
-def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+def scaled(grad: Tensor, scale: Tensor, negate: bool = False) -> Tensor:
     """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``; new memory.
 
     ``scale`` is a power of two: the division is exact, and every rule sees numbers near one, whatever the loss scale.
     """
     factor = scale.reciprocal().reshape(-1, *[1] * (grad.dim() - 1))
-    return (grad.to(scale.dtype) * factor).clamp_(-_LARGEST, _LARGEST)
+    return (grad * (-factor if negate else factor)).clamp_(-_LARGEST, _LARGEST)
+
+
+def momentum_(average: Tensor, grad: Tensor, rate: float) -> Tensor:
+    """M <- (1 - rate) M + rate G, in place; with the unbiased rate this is Adam's momentum after its bias correction."""
+    return average.lerp_(grad, rate)
 
 
 def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise_step: int | None) -> None:
     """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and a stack (N, …) of directions in the compute dtype.
 
-    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise_step`` (the
-    step count) is given.
+    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if
+    ``noise_step`` (the step count) is given.
     """
     updates = [u.view_as(p) for p, u in zip(params, directions.unbind(0), strict=True)]
     if params[0].dtype == directions.dtype:
@@ -50,8 +55,8 @@ def decay_(params: list[Tensor], lr: float, weight_decay: float) -> None:
 def stochastic_bf16(x: Tensor, step: int, salt: int) -> Tensor:
     """fp32 rounded to bf16 at random, with probabilities that make the rounding unbiased.
 
-    The noise is a hash of (element, step, salt) instead of a random stream: it needs no generator in the checkpoint and leaves
-    torch's alone.
+    The noise is a hash of (element, step, salt) instead of a random stream: it needs no generator in the checkpoint and
+    leaves torch's alone.
     """
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
     noise = (index + (step * _WEYL + salt * _MIX[0]) % 2**32) & 0xFFFFFFFF

@@ -1,11 +1,11 @@
 """What a curvature factor is: the second moment of a gradient along one side of a matrix, kept in some compressed form.
 
-A gradient enters as *samples* x of shape (…, k, d): k rows, each a sample of a d-dimensional vector. For a matrix gradient
-G (r × n) the n-side factor sees G itself (r samples of length n) and the r-side factor sees Gᵀ. The factor models
-C = E[xᵀx] / k, a (d × d) matrix that only the dense factor stores.
+A gradient enters as *samples* x of shape (…, k, d): k rows, each a sample of a d-dimensional vector. For a matrix
+gradient G (r × n) the n-side factor sees G itself (r samples of length n) and the r-side factor sees Gᵀ. The factor
+models C = E[xᵀx] / k, a (d × d) matrix that only the dense factor stores.
 
-A factor object is geometry and maths only. Its numbers live in a ``State``, a dict of tensors with leading batch dimensions,
-so that equal matrices are handled in one call. No method writes into a tensor that it was given.
+A factor object is geometry and maths only. Its numbers live in a ``State``, a dict of tensors with leading batch
+dimensions, so that equal matrices are handled in one call. No method writes into a tensor that it was given.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ class Blocked(Refreshed):
     def _split(self, x: Tensor) -> Tensor:
         """(…, k, d) -> (…, blocks, k, b)."""
         x = pad(x, (0, self.count * self.side - self.dim)) if self.count * self.side != self.dim else x
-        return x.unflatten(-1, (self.count, self.side)).movedim(-2, -3)
+        return self._blocks(x)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """(…, k, blocks · b) -> (…, blocks, k, b)."""
+        return x.reshape(*x.shape[:-1], self.count, self.side).movedim(-2, -3)
 
     def _join(self, y: Tensor) -> Tensor:
         """(…, blocks, k, b) -> (…, k, d)."""
@@ -75,7 +79,7 @@ class Blocked(Refreshed):
         return (self._split(x) @ state["basis"]).movedim(-3, -2).flatten(-2)
 
     def unrotate(self, state: State, y: Tensor) -> Tensor:
-        return self._join(y.unflatten(-1, (self.count, self.side)).movedim(-2, -3) @ state["basis"].mT)
+        return self._join(self._blocks(y) @ state["basis"].mT)
 
     def refresh(self, snapshot: State) -> tuple[Tensor, Tensor]:
         cov = snapshot["cov"]
@@ -85,5 +89,5 @@ class Blocked(Refreshed):
         return basis, (good | empty).all(-1)
 
     def carry(self, old: Tensor, new: Tensor, moment: Tensor) -> Tensor:
-        blocks = moment.unflatten(-1, (self.count, self.side)).movedim(-2, -3)
+        blocks = self._blocks(moment)
         return (blocks @ (old.mT @ new).square()).movedim(-3, -2).flatten(-2)

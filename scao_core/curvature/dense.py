@@ -33,18 +33,23 @@ class Dense(Refreshed):
         return torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(*batch, -1, -1).contiguous()
 
     def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
-        # C <- (1 - rate) C + rate xᵀx / k
-        cov = state["cov"].lerp((x.mT @ x) / self.samples, rate)
-        return {**state, "cov": cov}, {}
+        return self.accumulate_gram(state, x.mT @ x, rate), {}
+
+    def accumulate_gram(self, state: State, gram: Tensor, rate: float) -> State:
+        """C <- (1 - rate) C + rate xᵀx / k, from xᵀx (…, d, d)."""
+        return {**state, "cov": state["cov"].lerp(gram / self.samples, rate)}
 
     def mean(self, state: State) -> Tensor:
         return torch.diagonal(state["cov"], dim1=-2, dim2=-1).mean(-1)
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        # Q (Λ + δ mean)^-1/2 Qᵀ
+    def root(self, state: State, damping: float, unit: bool = False) -> Tensor:
+        """(C + δ mean)^-1/2 = Q (Λ + δ mean)^-1/2 Qᵀ (…, d, d)."""
         basis = state["basis"]
         root = damped_root(spectrum(state["cov"], basis), self.mean(state)[..., None], damping, unit)
-        return times(x, (basis * root[..., None, :]) @ basis.mT)
+        return (basis * root[..., None, :]) @ basis.mT
+
+    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
+        return times(x, self.root(state, damping, unit))
 
     def rotate(self, state: State, x: Tensor) -> Tensor:
         return times(x, state["basis"])

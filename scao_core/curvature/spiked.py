@@ -9,18 +9,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import orthonormalize
+from ..linalg import along_rows, orthonormal_rows
 from .base import Factor, State, damped_root, tiny
 
+_LOST = 1e-6  # chosen: share of a gradient's energy below which a direction holds almost nothing of it
+_EARLY = 0.1  # chosen: weight of one gradient above which a basis is orthonormalized twice
 _START_ROUNDS = 2  # chosen: rounds of subspace iteration on the first gradient
 
 
 @dataclass(frozen=True)
 class Spiked(Factor):
-    """C = V diag(μ) Vᵀ + τ (I - V Vᵀ), with V (d × ρ) orthonormal: 4 (d ρ + ρ + 1) bytes.
+    """C = Vᵀ diag(μ) V + τ (I - VᵀV), with the rows of V (ρ × d) orthonormal: 4 (d ρ + ρ + 1) bytes.
 
-    V follows the dominant eigenvectors by one step of orthogonal iteration on each gradient (Oja 1982; Gram-Schmidt keeps
-    the columns in order of dominance, so μ needs no rotation). μ and τ are measured along the current V at every step.
+    V follows the dominant eigenvectors by one step of orthogonal iteration on each gradient (Oja 1982; Gram-Schmidt
+    keeps the rows in order of dominance, so μ needs no rotation). μ and τ are measured along the current V at every
+    step.
 
     Args:
         rank: ρ, the number of directions; smaller than d and at most k.
@@ -31,58 +34,76 @@ class Spiked(Factor):
     name: ClassVar[str] = "spiked"
 
     def slots(self) -> dict[str, tuple[int, ...]]:
-        return {"basis": (self.dim, self.rank), "energy": (self.rank,), "tail": ()}
+        return {"basis": (self.rank, self.dim), "energy": (self.rank,), "tail": ()}
 
     def start(self, state: State, x: Tensor) -> State:
-        # V <- orth(xᵀΩ), then orth(xᵀx V): a range finder with smooth columns (discrete cosines) in place of random ones
-        rows = torch.arange(self.samples, dtype=x.dtype, device=x.device)[:, None]
-        columns = torch.arange(self.rank, dtype=x.dtype, device=x.device)
-        basis = orthonormalize(x.mT @ torch.cos(math.pi / self.samples * (rows + 0.5) * columns))
+        # V <- orth(Ωᵀx), then orth(V xᵀx): a range finder with smooth rows (discrete cosines) in place of random ones
+        columns = torch.arange(self.samples, dtype=x.dtype, device=x.device)
+        rows = torch.arange(self.rank, dtype=x.dtype, device=x.device)[:, None]
+        basis = orthonormal_rows(torch.cos(math.pi / self.samples * (columns + 0.5) * rows) @ x, rounds=2)
         for _ in range(_START_ROUNDS):
-            basis = orthonormalize(x.mT @ (x @ basis))
+            basis = orthonormal_rows(along_rows(x, basis).mT @ x, rounds=2)
         return {**state, "basis": basis}
 
     def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
-        # μ <- (1 - rate) μ + rate mean_k((xV)²);  τ likewise from what is left of the energy of x
-        along = x @ state["basis"]
-        spikes = along.square().mean(-2)
-        total = torch.linalg.vector_norm(x, dim=(-2, -1)).square() / self.samples
-        rest = ((total - spikes.sum(-1)) / (self.dim - self.rank)).clamp_min(0)
-        energy, tail = state["energy"].lerp(spikes, rate), state["tail"].lerp(rest, rate)
-        return {**state, "energy": energy, "tail": tail}, {"basis": self._follow(state["basis"], x, along, energy, tail, rate)}
+        along = along_rows(x, state["basis"])
+        norms = torch.linalg.vector_norm(x, dim=-1).square()
+        new = self.measure(state, along, norms, rate)
+        return new, {"basis": self.follow(new, self.pull(new, along, norms).mT @ x, rate)}
 
-    def _follow(self, basis: Tensor, x: Tensor, along: Tensor, energy: Tensor, tail: Tensor, rate: float) -> Tensor:
-        """orth((1 - rate) V + rate C_t V / μ) with C_t = xᵀx / k: V where nothing new came, turned towards what did."""
-        scale = torch.maximum(energy, tail[..., None]).clamp_min(tiny(x))
-        target = basis.lerp(x.mT @ (along / scale[..., None, :]) / self.samples, rate)
-        # A direction that collapsed (the gradients so far had a lower rank than ρ) starts again from a row of x.
-        lost = torch.linalg.vector_norm(basis, dim=-2, keepdim=True) < 0.5
-        return orthonormalize(torch.where(lost, x[..., : self.rank, :].mT, target))
+    def measure(self, state: State, along: Tensor, norms: Tensor, rate: float) -> State:
+        """μ and τ from x Vᵀ (…, k, ρ) and the squared norms of the rows of x (…, k).
+
+        μ <- (1 - rate) μ + rate mean_k((x Vᵀ)²), and τ likewise from the energy that is left for the d - ρ other
+        directions.
+        """
+        spikes = along.square().mean(-2)
+        rest = ((norms.mean(-1) - spikes.sum(-1)) / (self.dim - self.rank)).clamp_min(0)
+        return {**state, "energy": state["energy"].lerp(spikes, rate), "tail": state["tail"].lerp(rest, rate)}
+
+    def pull(self, state: State, along: Tensor, norms: Tensor) -> Tensor:
+        """Weights (…, k, ρ) of the rows of x in what each direction is drawn to: those of V C_t / μ with C_t = xᵀx / k.
+
+        A direction that holds almost nothing of x is also drawn to one row of x: one that has collapsed, since all
+            gradients so far had a lower rank than ρ, starts again there.
+        """
+        energy = torch.maximum(state["energy"], state["tail"][..., None]).clamp_min(tiny(along))
+        lost = along.square().sum(-2) <= _LOST * norms.sum(-1, keepdim=True)
+        row = norms[..., : self.rank].clamp_min(tiny(along)).rsqrt() * lost
+        weights = along / (self.samples * energy[..., None, :])
+        weights[..., : self.rank, :] += torch.diag_embed(row)
+        return weights
+
+    def follow(self, state: State, drawn: Tensor, rate: float) -> Tensor:
+        """orth((1 - rate) V + rate · drawn): V where nothing new came, turned towards what did."""
+        # Early on, when one gradient weighs much, the rows may turn far enough to be nearly dependent.
+        return orthonormal_rows(state["basis"].lerp(drawn, rate), rounds=2 if rate > _EARLY else 1)
 
     def mean(self, state: State) -> Tensor:
         return (state["energy"].sum(-1) + (self.dim - self.rank) * state["tail"]) / self.dim
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        # x C^-1/2 = τ^-1/2 x + (xV) diag(μ^-1/2 - τ^-1/2) Vᵀ
-        mean, basis = self.mean(state), state["basis"]
+    def roots(self, state: State, damping: float, unit: bool = False) -> tuple[Tensor, Tensor]:
+        """(τ + δ mean)^-1/2 (…, 1, 1), and what the directions have beyond it: (μ + δ mean)^-1/2 minus that (…, 1, ρ)."""
+        mean = self.mean(state)
         tail = damped_root(state["tail"], mean, damping, unit)[..., None, None]
-        gain = damped_root(state["energy"], mean[..., None], damping, unit)[..., None, :] - tail
-        return tail * x + self._spread((x @ basis) * gain, basis, x)
+        return tail, damped_root(state["energy"], mean[..., None], damping, unit)[..., None, :] - tail
 
-    @staticmethod
-    def _spread(along: Tensor, basis: Tensor, like: Tensor) -> Tensor:
-        """along Vᵀ (…, k, d) in the memory layout of ``like``."""
-        return along @ basis.mT if like.stride(-1) == 1 else (basis @ along.mT).mT
+    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
+        # x C^-1/2 = τ^-1/2 x + (x Vᵀ) diag(μ^-1/2 - τ^-1/2) V
+        tail, gain = self.roots(state, damping, unit)
+        basis = state["basis"]
+        along = along_rows(x, basis) * gain
+        return tail * x + (along @ basis if x.stride(-1) == 1 else (basis.mT @ along.mT).mT)
 
     @property
     def rotated_dim(self) -> int:
         return self.rank + self.dim
 
     def rotate(self, state: State, x: Tensor) -> Tensor:
-        # W = [V, I - V Vᵀ], a Parseval frame: W Wᵀ = V Vᵀ + (I - V Vᵀ)² = I
-        along = x @ state["basis"]
-        return torch.cat([along, x - along @ state["basis"].mT], dim=-1)
+        # W = [Vᵀ, I - VᵀV], a Parseval frame: W Wᵀ = VᵀV + (I - VᵀV)² = I
+        along = along_rows(x, state["basis"])
+        return torch.cat([along, x - along @ state["basis"]], dim=-1)
 
     def unrotate(self, state: State, y: Tensor) -> Tensor:
         along, rest = y[..., : self.rank], y[..., self.rank :]
-        return rest + (along - rest @ state["basis"]) @ state["basis"].mT
+        return rest + (along - rest @ state["basis"].mT) @ state["basis"]

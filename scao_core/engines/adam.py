@@ -19,8 +19,7 @@ class Adam(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": shape}
 
-    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
-        # m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g²  (bias-corrected rates);  U = m / (√v + eps)
-        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
+    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+        # v <- b2 v + (1-b2) g²;  U = m / (√v + eps)
         v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))
-        return {"exp_avg": m, "exp_avg_sq": v}, m / v.sqrt().add_(context.eps)
+        return {"exp_avg_sq": v}, m / v.sqrt().add_(context.eps)

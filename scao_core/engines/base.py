@@ -64,12 +64,13 @@ class Engine(ABC):
         return {}
 
     @abstractmethod
-    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         """One step.
 
         Args:
-            state: ``exp_avg`` like ``g``, the engine's slots, and the sides' entries with their prefixes; not written to.
+            state: the engine's slots, and the sides' entries with their prefixes; not written to.
             g: the gradients, divided by the power of two that is the size of each tensor's first gradient.
+            m: the momentum, the running average of ``g``, this one included.
 
         Returns:
             the changed entries of the state, and the direction U (the parameter moves by -lr · U).

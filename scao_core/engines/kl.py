@@ -1,18 +1,21 @@
 """The KL rule: two factors that whiten the gradient, and no second-moment buffer.
 
-L and R are the maximum-likelihood factors of a Gaussian gradient with covariance L ⊗ R, that is the minimizers of the KL
-divergence to it (Lin et al. 2025, "Understanding and improving Shampoo and SOAP via Kullback-Leibler minimization"): each
-is the second moment of the gradient after the other side has been whitened. A factor's scale is measured at every step, along
-a basis that may be older, so no grafting is needed.
+L and R are the maximum-likelihood factors of a Gaussian gradient with covariance L ⊗ R, that is the minimizers of the
+KL divergence to it (Lin et al. 2025, "Understanding and improving Shampoo and SOAP via Kullback-Leibler minimization"):
+each is the second moment of the gradient after the other side has been whitened. A factor's scale is measured at every
+step, along a basis that may be older, so no grafting is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ..curvature import State
+from ..curvature import Dense, Spiked, State
+from ..linalg import along_rows, gram, times
 from .base import PREFIXES, Context, Engine, Sides, first_direction, join, rate, split
 
 
@@ -21,22 +24,67 @@ class KL(Engine):
 
     name: ClassVar[str] = "kl"
 
-    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
-        (left, right), damping, first = sides, context.damping, context.t == 1
+    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+        left, right = sides
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
+        first = context.t == 1
         if first:
             lhs, rhs = left.start(lhs, g.mT), right.start(rhs, g)
-        decay = rate(context.curvature_beta, context.t)
-        # M <- b M + (1-b) G
-        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
-        # R <- b R + (1-b) Gᵀ L^-1 G / r
-        rhs, rhs_next = right.accumulate(rhs, g if first else left.whiten(lhs, g.mT, damping, unit=True).mT, decay)
-        # L <- b L + (1-b) G R^-1 Gᵀ / n
-        lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay)
-        # U = L^-1/2 M R^-1/2
-        u = first_direction(g, context.eps) if first else self._whiten(sides, (lhs, rhs), m, damping)
-        return {"exp_avg": m, **join(PREFIXES[0], lhs | lhs_next), **join(PREFIXES[1], rhs | rhs_next)}, u
+        if isinstance(left, Dense) and isinstance(right, Spiked):
+            lhs, rhs, u = thin((left, right), (lhs, rhs), g, m, context)
+        else:
+            lhs, rhs, u = general(sides, (lhs, rhs), g, m, context)
+        if first:
+            u = first_direction(g, context.eps)
+        return {**join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
 
-    @staticmethod
-    def _whiten(sides: Sides, states: tuple[State, State], m: Tensor, damping: float) -> Tensor:
-        return sides[1].whiten(states[1], sides[0].whiten(states[0], m.mT, damping, unit=True).mT, damping)
+
+def general(
+    sides: Sides, states: Sequence[State], g: Tensor, m: Tensor, context: Context
+) -> tuple[State, State, Tensor]:
+    """The rule for any two factors. At the first gradient L is taken for the identity."""
+    (left, right), (lhs, rhs), damping = sides, states, context.damping
+    decay = rate(context.curvature_beta, context.t)
+    # R <- b R + (1-b) Gᵀ L^-1 G / r
+    white = g if context.t == 1 else left.whiten(lhs, g.mT, damping, unit=True).mT
+    rhs, rhs_next = right.accumulate(rhs, white, decay)
+    # L <- b L + (1-b) G R^-1 Gᵀ / n
+    lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay)
+    # U = L^-1/2 M R^-1/2
+    u = right.whiten(rhs, left.whiten(lhs, m.mT, damping, unit=True).mT, damping)
+    return lhs | lhs_next, rhs | rhs_next, u
+
+
+def thin(
+    sides: tuple[Dense, Spiked], states: Sequence[State], g: Tensor, m: Tensor, context: Context
+) -> tuple[State, State, Tensor]:
+    """The same for dense × spiked, without ever forming a whitened matrix: what is r × n is read, and only U is written.
+
+    All that the two factors need of G are G Gᵀ (r × r) and G Vᵀ (r × ρ).
+    """
+    (left, right), (lhs, rhs), damping = sides, states, context.damping
+    decay = rate(context.curvature_beta, context.t)
+    basis = rhs["basis"]
+    products, along = gram(g), along_rows(g, basis)
+    # R <- b R + (1-b) Gᵀ L^-1 G / r, from W G Vᵀ and the norms of the rows of W G, with W = L^-1/2
+    if context.t == 1:
+        white, norms = along, torch.diagonal(products, dim1=-2, dim2=-1)
+    else:
+        w = left.root(lhs, damping, unit=True)
+        white, norms = w @ along, (w * (w @ products)).sum(-1)
+    rhs = right.measure(rhs, white, norms, decay)
+    weights = right.pull(rhs, white, norms)
+    turned = right.follow(rhs, times(g.mT, weights if context.t == 1 else w @ weights).mT, decay)
+    # L <- b L + (1-b) G R^-1 Gᵀ / n, with R^-1 = τ^-1 I + Vᵀ diag(μ^-1 - τ^-1) V
+    tail, gain = right.roots(rhs, damping)
+    lhs = left.accumulate_gram(lhs, tail.square() * products + (along * (gain * (gain + 2 * tail))) @ along.mT, decay)
+    # U = W (τ^-1/2 M + (M Vᵀ) diag(μ^-1/2 - τ^-1/2) V)
+    w = left.root(lhs, damping, unit=True)
+    return lhs, {**rhs, "basis": turned}, low_rank_sum(tail * w, m, w @ (along_rows(m, basis) * gain), basis)
+
+
+def low_rank_sum(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X."""
+    if x.stride(-1) == 1:
+        return (p @ x).baddbmm_(a, v)
+    return (x.mT @ p.mT).baddbmm_(v.mT, a.mT).mT

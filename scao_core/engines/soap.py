@@ -28,13 +28,12 @@ class Soap(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": (sides[0].rotated_dim, sides[1].rotated_dim)}
 
-    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         (left, right), first = sides, context.t == 1
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
         if first:
             lhs, rhs = left.start(lhs, g.mT), right.start(rhs, g)
-        # M <- b M + (1-b) G;  v <- b2 v + (1-b2) (W_LᵀGW_R)²
-        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
+        # v <- b2 v + (1-b2) (W_LᵀGW_R)²;  U = W_L [(W_LᵀMW_R) / (√v + eps)] W_Rᵀ
         v = state["exp_avg_sq"].lerp(rotate(sides, (lhs, rhs), g).square(), rate(context.betas[1], context.t))
         if first:
             u = first_direction(g, context.eps)
@@ -45,7 +44,7 @@ class Soap(Engine):
         lhs, lhs_next = left.accumulate(lhs, g.mT, decay)
         rhs, rhs_next = right.accumulate(rhs, g, decay)
         new = {**join(PREFIXES[0], lhs | lhs_next), **join(PREFIXES[1], rhs | rhs_next)}
-        return {"exp_avg": m, "exp_avg_sq": v, **new}, u
+        return {"exp_avg_sq": v, **new}, u
 
     def rebase(self, state: State, side: int, sides: Sides, basis: Tensor) -> State:
         key, factor, v = PREFIXES[side] + "basis", sides[side], state["exp_avg_sq"]

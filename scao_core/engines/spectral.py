@@ -1,4 +1,4 @@
-"""The spectral rule: the orthogonal polar factor of the momentum, exact (Jordan et al. 2024, Muon; Liu et al. 2025, Moonlight)."""
+"""The spectral rule: the orthogonal polar factor of the momentum (Jordan et al. 2024, Muon; Liu et al. 2025, Moonlight)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..curvature import State
 from ..linalg import polar
-from .base import Context, Engine, Sides, first_direction, rate
+from .base import Context, Engine, Sides, first_direction
 
-# Moonlight (arXiv 2502.16982): 0.2 √max(r, n) gives the step AdamW's typical root mean square, so AdamW's lr carries over.
+# Moonlight (arXiv 2502.16982): 0.2 √max(r, n) gives the step AdamW's typical root mean square, so AdamW's lr carries
+# over.
 _RMS = 0.2
 
 
@@ -20,8 +21,7 @@ class Spectral(Engine):
     name: ClassVar[str] = "spectral"
     uses_factors: ClassVar[bool] = False
 
-    def direction(self, state: State, g: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
-        m = state["exp_avg"].lerp(g, rate(context.betas[0], context.t))
+    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         if context.t == 1:
-            return {"exp_avg": m}, first_direction(g, context.eps)
-        return {"exp_avg": m}, _RMS * m.shape[-1] ** 0.5 * polar(m)
+            return {}, first_direction(g, context.eps)
+        return {}, _RMS * m.shape[-1] ** 0.5 * polar(m)
