@@ -11,7 +11,9 @@ from torch import Tensor
 from .errors import GradientError, ParameterError
 
 _FLAT_MARKS = ("_is_flat", "_is_flat_param", "is_flat", "ds_id", "ds_tensor")
-_USE_INSTEAD = "SCAO needs whole matrices on each rank: use DistributedDataParallel (or one process), or another optimizer for this setup"
+_USE_INSTEAD = (
+    "SCAO needs whole matrices on each rank: use DistributedDataParallel or one process, or another optimizer here"
+)
 
 
 def check_parameter(param: Any) -> None:
@@ -54,33 +56,29 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
         check_parameter(param)
 
 
-def peaks(grads: list[Tensor], batches: Iterable[int]) -> tuple[list[Tensor], list[list[float]]]:
-    """Largest absolute entry of each gradient, one per matrix in it.
+def peaks(grads: list[Tensor], units: Iterable[int]) -> list[list[float]]:
+    """Largest absolute entry of each gradient, one per matrix in it, on the host (NaN and infinity included).
 
     Args:
-        batches: for each gradient the number of matrices stacked in its first dimension; 0 for one that is a single
-            unit.
+        units: for each gradient, how many matrices its first dimension holds; 1 for one that is a single matrix or vector.
 
-    Returns:
-        the peaks on the device, and the same on the host (NaN and infinity included). One transfer per device.
+    One transfer per device and dtype.
     """
-    on_device = [_peak(grad, batch) for grad, batch in zip(grads, batches, strict=True)]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, peak in enumerate(on_device):
-        by_device.setdefault(peak.device, []).append(i)
-    on_host: list[list[float]] = [[] for _ in grads]
-    for indices in by_device.values():
-        values = iter(torch.cat([on_device[i].reshape(-1).double() for i in indices]).tolist())
-        for i in indices:
-            on_host[i] = [next(values) for _ in range(on_device[i].numel())]
-    return on_device, on_host
+    result: list[list[float]] = [[0.0] * count for count in units]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, grad in enumerate(grads):
+        if grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append(i)
+    for members in alike.values():
+        bounds = [_bounds(grads[i], len(result[i])) for i in members]
+        low, high = (torch.cat(ends) for ends in zip(*bounds, strict=True))
+        values = iter(torch.maximum(high, -low).double().tolist())
+        for i in members:
+            result[i] = [next(values) for _ in result[i]]
+    return result
 
 
-def _peak(grad: Tensor, batch: int) -> Tensor:
-    if grad.numel() == 0:
-        return grad.new_zeros(max(batch, 1))
-    if batch:
-        low, high = torch.aminmax(grad.reshape(batch, -1), dim=1)
-    else:
-        low, high = torch.aminmax(grad)
-    return torch.maximum(high, -low)
+def _bounds(grad: Tensor, units: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest entry (units); one pass, and a NaN anywhere gives NaN."""
+    low, high = torch.aminmax(grad.reshape(units, -1), dim=1) if units > 1 else torch.aminmax(grad)
+    return low.reshape(-1), high.reshape(-1)

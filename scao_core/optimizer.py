@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, gather, stacks
-from .config import DEFAULTS, OPTION_NAMES, Options, near_miss, translate_legacy, unknown_option
+from . import checkpoint, gather, groups, stacks
+from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
 from .engines import ENGINES, Context, rate
 from .errors import ConfigError, NonFiniteGradientError
-from .plan import Plan, plan, plan_key
+from .plan import Plan
 from .refresh import Tally, Turns, assign_turns, refresh
 from .telemetry import Report, StepCallback, StepReport, Telemetry
 from .update import apply_, decay_, momentum_, scaled
@@ -110,46 +110,34 @@ class SCAO(torch.optim.Optimizer):
         """Add a group; each option may be overridden, other keys are kept as torch keeps them.
 
         Raises:
-            ConfigError: an option is wrong, or a key is one letter off an option.
+            ConfigError: an option is wrong, or a key is so close to an option that it must be a typing error.
+            ParameterError: a parameter is a DTensor or a flat shard.
         """
         if not isinstance(param_group, dict):
             raise ConfigError(
                 f"a parameter group must be a dict with the key 'params', got {type(param_group).__name__}"
             )
-        group = self._translated({**param_group})
-        for name in group:
-            if name not in OPTION_NAMES and near_miss(name):
-                raise unknown_option(name, OPTION_NAMES)
-        given = {name: value for name, value in group.items() if name in OPTION_NAMES}
-        options = Options.from_mapping(given, base=Options(**{n: self.defaults[n] for n in OPTION_NAMES}))
-        if options.fused and self._telemetry.first("fused"):
-            warnings.warn("SCAO has no fused kernel: fused=True is ignored", UserWarning, stacklevel=3)
-        group |= options.as_dict() | {checkpoint.SCHEMA_KEY: checkpoint.SCHEMA}
-        group["params"], names = _split_names(group.get("params"))
-        if names:
-            group["param_names"] = names
-        for param in group["params"]:
-            gather.check_parameter(param)
+        group = groups.prepared(self._translated(param_group), self.defaults)
         super().add_param_group(group)
         self._turns = None
-        self._warn_if_flat()
+        if group["fused"]:
+            self._warn_once("fused", "SCAO has no fused kernel: fused=True is ignored")
+        if elements := groups.only_large_vectors(self.param_groups):
+            self._warn_once(
+                "flat",
+                f"no parameter is a matrix, and one is a vector of {elements:,} elements: preconditioning is off. If FSDP1 or "
+                "DeepSpeed flattened the model, give SCAO the original matrices",
+            )
 
     def _translated(self, options: Mapping[str, Any]) -> dict[str, Any]:
         result, remarks = translate_legacy(options)
-        if remarks and self._telemetry.first("older options"):
-            warnings.warn("options of older SCAO code: " + "; ".join(remarks), UserWarning, stacklevel=4)
+        if remarks:
+            self._warn_once("older", "options of older SCAO code: " + "; ".join(remarks))
         return result
 
-    def _warn_if_flat(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        large = [p for p in params if p.dim() == 1 and p.numel() >= 2**20]
-        if large and all(p.dim() <= 1 for p in params) and self._telemetry.first("flat"):
-            warnings.warn(
-                f"no parameter is a matrix, and one is a vector of {large[0].numel():,} elements: preconditioning is off. If "
-                "FSDP1 or DeepSpeed flattened the model, give SCAO the original matrices",
-                UserWarning,
-                stacklevel=4,
-            )
+    def _warn_once(self, what: str, message: str) -> None:
+        if self._telemetry.first(what):
+            warnings.warn(message, UserWarning, stacklevel=5)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -182,19 +170,16 @@ class SCAO(torch.optim.Optimizer):
     def _gather(self) -> list[stacks.Job]:
         jobs: list[stacks.Job] = []
         for number, (group, turns) in enumerate(zip(self.param_groups, self._schedule(), strict=True)):
-            plans = _Plans(group)
-            names = group.get("param_names")
+            plans, names = groups.Plans(group), group.get("param_names")
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
                 name = names[i] if names else f"{i} of group {number}"
                 gather.check_gradient(param, param.grad, name)
-                jobs.append(stacks.Job(param, param.grad, plans[param], group, {}, turns[i], name, []))
-        on_device, on_host = gather.peaks(
-            [j.grad for j in jobs], [math.prod(j.plan.batch) if j.plan.batch else 0 for j in jobs]
-        )
-        for job, peak, values in zip(jobs, on_device, on_host, strict=True):
-            job.peak, job.peaks = peak, values
+                jobs.append(stacks.Job(param, param.grad, plans[param], group, turns[i], name))
+        peaks = gather.peaks([job.grad for job in jobs], [math.prod(job.plan.batch) for job in jobs])
+        for job, values in zip(jobs, peaks, strict=True):
+            job.peaks = values
         return jobs
 
     def _skip(self, jobs: list[stacks.Job], bad: list[str]) -> None:
@@ -204,10 +189,7 @@ class SCAO(torch.optim.Optimizer):
             raise NonFiniteGradientError(
                 f"{what}: nothing was changed. on_nonfinite='skip' leaves such a step out instead"
             )
-        if self._telemetry.first("skip"):
-            warnings.warn(
-                f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()", UserWarning, stacklevel=4
-            )
+        self._warn_once("skip", f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()")
         self._telemetry.record(StepReport(totals.steps, skipped=True, nonfinite=tuple(bad)))
 
     def _advance(self, jobs: list[stacks.Job]) -> None:
@@ -222,12 +204,11 @@ class SCAO(torch.optim.Optimizer):
         for stack in stacks.stacks(units):
             self._move(stack)
         tally = refresh(units)
-        if tally.failed and self._telemetry.first("failed"):
-            warnings.warn(
-                f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later "
-                "failures are counted in optimizer.report()",
-                UserWarning,
-                stacklevel=4,
+        if tally.failed:
+            self._warn_once(
+                "failed",
+                f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later failures "
+                "are counted in optimizer.report()",
             )
         self._record(jobs, units, tally)
 
@@ -246,7 +227,7 @@ class SCAO(torch.optim.Optimizer):
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"])
         state = stacks.load(units)
-        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"), group["maximize"])
+        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"), group["maximize"], stacks.cut(units))
         # M <- b M + (1-b) G
         average = momentum_(state.pop("exp_avg"), grad, rate(context.betas[0], t))
         grad, m = stacks.orient(grad, job.plan), stacks.orient(average, job.plan)
@@ -259,7 +240,7 @@ class SCAO(torch.optim.Optimizer):
 
     def _schedule(self) -> list[list[Turns]]:
         if self._turns is None:
-            self._turns = assign_turns(self.param_groups, [_Plans(group) for group in self.param_groups])
+            self._turns = assign_turns(self.param_groups, [groups.Plans(group) for group in self.param_groups])
         return self._turns
 
     # --- what happened ------------------------------------------------------------------------------------------
@@ -301,29 +282,11 @@ class SCAO(torch.optim.Optimizer):
 
     def plans(self) -> list[tuple[Tensor, Plan]]:
         """What is kept for each trainable parameter, and its exact bytes; allocates nothing."""
-        return [
-            (param, plans[param])
-            for group, plans in ((group, _Plans(group)) for group in self.param_groups)
-            for param in group["params"]
-            if param.requires_grad
-        ]
+        return groups.planned(self.param_groups)
 
     def precond_stats(self) -> dict[str, Any]:
         """Counts of parameters (``layers``) and matrices that are preconditioned, of tensors on the Adam path, and bytes."""
-        plans = [p for _, p in self.plans()]
-        matrix = [p for p in plans if p.is_matrix]
-        factors: dict[str, int] = {}
-        for p in matrix:
-            factors[p.describe()] = factors.get(p.describe(), 0) + 1
-        values = (v for state in self.state.values() for v in state.values())
-        return {
-            "layers": len(matrix),
-            "matrices": sum(math.prod(p.batch) for p in matrix),
-            "adam_tensors": len(plans) - len(matrix),
-            "planned_bytes": sum(p.bytes for p in plans),
-            "state_bytes": sum(v.numel() * v.element_size() for v in values),
-            "factors": factors,
-        }
+        return groups.statistics(self.param_groups, self.state)
 
     # --- copies and checkpoints ---------------------------------------------------------------------------------
 
@@ -364,34 +327,8 @@ class SCAO(torch.optim.Optimizer):
         self._turns = None
 
 
-class _Plans:
-    """Plans of one group's parameters, computed once per shape."""
-
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        self._key = plan_key(group)
-        self._known: dict[tuple[tuple[int, ...], torch.dtype], Plan] = {}
-
-    def __getitem__(self, param: Tensor) -> Plan:
-        what = (tuple(param.shape), param.dtype)
-        if what not in self._known:
-            self._known[what] = plan(*what, self._key)
-        return self._known[what]
-
-
 def _differs(value: Any, default: Any) -> bool:
     return isinstance(value, Tensor) or type(value) is not type(default) or value != default
-
-
-def _split_names(params: Any) -> tuple[list[Tensor], list[str]]:
-    """Tensors and, for ``named_parameters()``, their names; torch before 2.6 does not take names itself."""
-    if isinstance(params, Tensor):
-        return [params], []
-    if isinstance(params, (set, frozenset)) or not isinstance(params, Iterable):
-        raise ConfigError(f"params must be an ordered collection of tensors, got {type(params).__name__}")
-    items = list(params)
-    if items and all(isinstance(item, tuple) and len(item) == 2 for item in items):
-        return [tensor for _, tensor in items], [str(name) for name, _ in items]
-    return items, []
 
 
 @contextmanager

@@ -167,5 +167,5 @@ def step(
                 turn = block_diagonal(split(old.mT @ s["basis"])) ** 2
                 state["exp_avg_sq"] = turn.T @ state["exp_avg_sq"] if side == 0 else state["exp_avg_sq"] @ turn
     state |= {"left_" + k: x for k, x in ls.items()} | {"right_" + k: x for k, x in rs.items()}
-    new: Tensor = (1 - o["lr"] * o["weight_decay"]) * p - o["lr"] * u
-    return new
+    moved: Tensor = (1 - o["lr"] * o["weight_decay"]) * p - o["lr"] * u
+    return moved

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .curvature import Blocked, Factor, Refreshed
 from .engines import ENGINES, PREFIXES
+from .groups import Plans
 from .plan import Plan
 from .runtime import RUNTIMES, Ticket, balanced_turns
 from .stacks import Unit, stack, store
@@ -28,12 +29,6 @@ class Tally:
     refreshed: int = 0
     failed: int = 0
     degraded: int = 0
-
-
-class Plans(Protocol):
-    """Plans by parameter."""
-
-    def __getitem__(self, param: Tensor, /) -> Plan: ...
 
 
 def assign_turns(groups: Sequence[Mapping[str, Any]], plans: Sequence[Plans]) -> list[list[Turns]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from .curvature import Refreshed, State
 from .engines import PREFIXES
 from .plan import Plan
+from .update import LARGEST
 
 # Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache;
 # on an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not
@@ -35,14 +36,12 @@ class Job:
     grad: Tensor
     plan: Plan
     group: dict[str, Any]
-    state: State
     turns: tuple[tuple[int, ...], ...]
     """For each unit, the turn of each of its sides in the refresh schedule."""
     name: str
-    peaks: list[float]
+    peaks: list[float] = field(default_factory=list)
     """Largest absolute entry of the gradient of each unit."""
-    peak: Tensor | None = None
-    """The same, where the gradient lives."""
+    state: State = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -88,16 +87,25 @@ def advance(job: Job) -> list[Unit]:
 
 
 def _set_scale(job: Job, first: list[int]) -> None:
-    if not first or job.peak is None:
+    """The power of two at or below the peak of a unit's first gradient, within 2^±100, so that its reciprocal is finite."""
+    if not first:
         return
-    # A power of two near the largest entry; on the device, where the peak is.
-    exponent = (torch.frexp(job.peak.to(job.plan.compute))[1] - 1).clamp(-100, 100)
-    scale = torch.ldexp(torch.ones_like(job.state["scale"]), exponent.view_as(job.state["scale"]))
-    flat, values = job.state["scale"].view(-1), scale.view(-1)
-    if len(first) == flat.numel():
-        flat.copy_(values)
+    powers = [2.0 ** max(-100, min(100, math.frexp(job.peaks[e])[1] - 1)) for e in first]
+    flat = job.state["scale"].view(-1)
+    if flat.numel() == 1:
+        flat.fill_(powers[0])
     else:
-        flat[first] = values[first]
+        flat[first] = torch.tensor(powers, dtype=flat.dtype, device=flat.device)
+
+
+def cut(units: list[Unit]) -> bool:
+    """Whether a gradient may be so much larger than the first one that it must be cut off.
+
+    On a CPU the scale can be read at no cost, which saves a pass over the gradients; elsewhere the pass is cheaper.
+    """
+    if units[0].param.device.type != "cpu":
+        return True
+    return any(max(u.job.peaks) > LARGEST * u.state["scale"].item() for u in units)
 
 
 def _unit(job: Job, e: int, t: int) -> Unit:

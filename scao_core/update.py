@@ -7,20 +7,25 @@ from torch import Tensor
 
 # A gradient this many times larger than the tensor's first one is cut off, so that sums of squares stay finite in fp32
 # (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
-_LARGEST = 2.0**50
+LARGEST = 2.0**50
 
 # Odd 32-bit multipliers of the mixing steps (Steele et al. 2014, SplitMix; Murmur3's finalizer has the same form).
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
 
 
-def scaled(grad: Tensor, scale: Tensor, negate: bool = False) -> Tensor:
+def scaled(grad: Tensor, scale: Tensor, negate: bool = False, cut: bool = True) -> Tensor:
     """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``; new memory.
 
     ``scale`` is a power of two: the division is exact, and every rule sees numbers near one, whatever the loss scale.
+
+    Args:
+        negate: for maximization.
+        cut: limit entries to 2^50.
     """
     factor = scale.reciprocal().reshape(-1, *[1] * (grad.dim() - 1))
-    return (grad * (-factor if negate else factor)).clamp_(-_LARGEST, _LARGEST)
+    result = grad * (-factor if negate else factor)
+    return result.clamp_(-LARGEST, LARGEST) if cut else result
 
 
 def momentum_(average: Tensor, grad: Tensor, rate: float) -> Tensor:

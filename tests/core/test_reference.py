@@ -6,7 +6,7 @@ import torch
 from scao import SCAO
 from scao_core import reference
 from scao_core.engines import kl
-from scao_core.optimizer import _Plans
+from scao_core.groups import Plans
 from scao_core.runtime import RUNTIMES
 
 # fp64 products of this size agree to about 1e-13. The largest difference comes from the first directions of a spiked
@@ -47,7 +47,7 @@ def run_both(shape, steps=24, seed=0, **options):
     start = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     fast = torch.nn.Parameter(start.clone())
     optimizer = SCAO([fast], lr=1e-2, weight_decay=0.1, refresh_every=4, block_size=3, spike_rank=3, **options)
-    plan = _Plans(optimizer.param_groups[0])[fast]
+    plan = Plans(optimizer.param_groups[0])[fast]
     turns = optimizer._schedule()[0][0][0]
     slow = start.T.clone() if plan.transposed else start.clone()
     state, names = None, optimizer.param_groups[0]

@@ -118,7 +118,7 @@ def _text(value: Mapping[str, Any], key: str, required: bool = True) -> str:
 
 def _messages(value: object) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise DataError("'messages' must be a non-empty list of {\"role\", \"content\"} objects")
+        raise DataError('\'messages\' must be a non-empty list of {"role", "content"} objects')
     messages = []
     for index, item in enumerate(value):
         if not isinstance(item, Mapping):

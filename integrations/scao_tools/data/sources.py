@@ -41,7 +41,9 @@ def load_data(name: str, *, held_out: int, seed: int) -> DataSet:
     train, held = split_rows(rows, held_out=held_out, seed=seed)
     groups = len({row.group for row in held})
     unit = "modules" if name == STDLIB else "prompts"
-    description = f"{kind}: {len(train)} for training, {len(held)} held out from {groups} {unit} that training never sees"
+    description = (
+        f"{kind}: {len(train)} for training, {len(held)} held out from {groups} {unit} that training never sees"
+    )
     return DataSet(tuple(train), tuple(held), description, rows_digest(rows))
 
 

@@ -1,0 +1,61 @@
+# Everything a reader is told to type. `make demo` and `make test` set up what they need on a fresh machine.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# The torch that an empty environment gets. On a GPU machine choose the build for your driver, e.g.
+#   make demo TORCH="torch --index-url <the index of your CUDA version>"
+TORCH  ?= torch==2.13.0
+# Options of a command: make demo ARGS="--steps 4"
+ARGS   ?=
+
+STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: help install demo test lint type fmt build check bench-step clean
+
+help:
+	@echo "make demo        fine-tune SmolLM2-135M with QLoRA, once with AdamW and once with SCAO (ARGS=\"--steps 4\")"
+	@echo "make test        run the test suite"
+	@echo "make bench-step  time one optimizer step on the LoRA matrices of Qwen2.5-3B, with peers"
+	@echo "make check       lint, types, tests and build, as CI runs them"
+	@echo "make fmt         rewrite the code in the project's format"
+	@echo "make install     only set up $(VENV)"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e ".[demo,dev]"
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: install
+	$(BIN)/scao demo $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: install
+	$(BIN)/mypy
+
+fmt: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: install
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+
+check: lint type test build
+
+bench-step: install
+	$(BIN)/python -m scao_tools.bench_step $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

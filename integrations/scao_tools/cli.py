@@ -1,0 +1,64 @@
+"""Entry point of the ``scao`` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scao_tools.errors import ToolError
+
+if TYPE_CHECKING:
+    import typer
+
+
+def build_app() -> typer.Typer:
+    """Assemble the command from the registry of sub-commands."""
+    import typer
+
+    from scao_tools.commands import COMMANDS, load_command
+
+    app = typer.Typer(
+        name="scao",
+        help="Tools around SCAO, a second-order optimizer for fine-tuning.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # help and usage errors as plain text, also in log files
+    )
+    for name in COMMANDS:
+        app.command(name)(load_command(name))
+    app.callback()(_group)  # keeps `scao demo` a sub-command even while it is the only one
+    return app
+
+
+def _group() -> None:
+    """Tools around SCAO, a second-order optimizer for fine-tuning."""
+
+
+def run(app: Callable[..., Any], arguments: Sequence[str]) -> int:
+    """Run the command; problems that the user can fix become one sentence on the error stream."""
+    try:
+        app(args=list(arguments))
+    except ToolError as error:
+        print(f"scao: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(bool(error.code))
+    return 0
+
+
+def main() -> None:
+    """Called by the installed ``scao`` script."""
+    from scao_tools.requirements import require
+
+    try:
+        require(("typer", "rich"), "demo", "the scao command")
+    except ToolError as error:
+        print(f"scao: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(run(build_app(), sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
