@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import OPTION_NAMES, Options
+from .config import DEFAULTS, OPTION_NAMES, Options
 from .errors import CheckpointError, ConfigError
 from .plan import Slot, plan, plan_key
 
@@ -38,13 +38,12 @@ def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     Raises:
         CheckpointError: another optimizer's state, a newer schema, other groups, or tensors that do not fit.
     """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise CheckpointError(f"not an optimizer state dict: expected the keys 'state' and 'param_groups'; {_WAY_OUT}")
+    _check_form(state_dict)
     saved = state_dict["param_groups"]
     for group in saved:
         if SCHEMA_KEY not in group:
             raise CheckpointError(f"this state was written by {_writer(state_dict)}, not by SCAO: {_WAY_OUT}")
-        if group[SCHEMA_KEY] > SCHEMA:
+        if not isinstance(group[SCHEMA_KEY], int) or group[SCHEMA_KEY] > SCHEMA:
             raise CheckpointError(
                 f"this state has schema {group[SCHEMA_KEY]}, this version of SCAO reads up to {SCHEMA}: update scao, "
                 f"or {_WAY_OUT}"
@@ -59,6 +58,41 @@ def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         for position, (key, param) in enumerate(zip(group["params"], here["params"], strict=True)):
             if key in state_dict["state"]:
                 _check_entry(state_dict["state"][key], param, group, position)
+
+
+def _check_form(state_dict: Any) -> None:
+    wrong = "not an optimizer state dict"
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise CheckpointError(f"{wrong}: expected the keys 'state' and 'param_groups'; {_WAY_OUT}")
+    state, saved = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise CheckpointError(f"{wrong}: 'state' must be a dict of dicts, got {type(state).__name__}; {_WAY_OUT}")
+    if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+        raise CheckpointError(f"{wrong}: 'param_groups' must be a list of dicts with the key 'params'; {_WAY_OUT}")
+
+
+def completed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with options that it lacks (those of a later version) at their defaults."""
+    saved = [{**DEFAULTS, **group} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": saved}
+
+
+def plain(value: Any) -> Any:
+    """A value of a parameter group as a plain number, text, tuple or tensor, which any loader can read.
+
+    Schedulers and users write into groups what they have: a numpy number, a list of a configuration library.
+    """
+    if value is None or (isinstance(value, (bool, int, float, str, Tensor)) and type(value).__module__ != "numpy"):
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        return value.item()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Iterable):
+        return tuple(plain(item) for item in value)
+    return value
 
 
 def _writer(state_dict: Mapping[str, Any]) -> str:

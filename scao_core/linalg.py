@@ -8,6 +8,7 @@ from torch import Tensor
 # The Cholesky factor of a Gram matrix of unit rows needs a shift of a few rounding errors to exist (chosen: 8 units in
 # the last place).
 _SHIFT_ULPS = 8.0
+_NOISE_ULPS = 100.0  # chosen: a squared pivot below this many is rounding
 # A product of 16 rows with a long side takes a CPU's library 2.5 times as long as two products of 8 rows (measured:
 # MKL).
 _GRAM_ROWS = 8
@@ -45,12 +46,12 @@ def along_rows(x: Tensor, v: Tensor) -> Tensor:
 def orthonormal_rows(y: Tensor, rounds: int = 1) -> Tensor:
     """Gram-Schmidt of the rows of (…, ρ, d), in order, as shifted Cholesky QR.
 
-    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices".
-    One round is exact to rounding for rows that are nearly orthogonal, two for any that are not nearly dependent. Never
-    fails: a row that depends on those before it comes out shorter than one (zero if it was zero).
+    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices". One
+    round is exact to rounding for rows that are nearly orthogonal, two for any that are not nearly dependent. Never fails: a
+    zero row, and one that depends on those before it up to rounding, comes out as zero.
     """
+    eps = torch.finfo(y.dtype).eps
     eye = torch.eye(y.shape[-2], dtype=y.dtype, device=y.device)
-    shift = _SHIFT_ULPS * torch.finfo(y.dtype).eps * eye
     first = torch.zeros_like(eye)
     first[0, 0] = 1
     for _ in range(rounds):
@@ -58,10 +59,12 @@ def orthonormal_rows(y: Tensor, rounds: int = 1) -> Tensor:
         products = y @ y.mT
         length = torch.diagonal(products, dim1=-2, dim2=-1).sqrt()
         scale = torch.where(length > 0, length.reciprocal(), 0)
-        factor, failed = torch.linalg.cholesky_ex(products * scale[..., None] * scale[..., None, :] + shift)
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-        # Unit or zero rows and a shift are positive definite up to rounding; if they are not, only the first row is
-        # sure.
+        shifted = products * scale[..., None] * scale[..., None, :] + _SHIFT_ULPS * eps * eye
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        # The square of a pivot is what is left of a unit row beside those before it.
+        sure = torch.diagonal(factor, dim1=-2, dim2=-1).square() > _NOISE_ULPS * eps
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False) * sure[..., None]
+        # Unit or zero rows and a shift are positive definite up to rounding; if they are not, only the first row is sure.
         inverse = torch.where((failed == 0)[..., None, None], inverse, first)
         y = (inverse * scale[..., None, :]) @ y
     return y
@@ -109,15 +112,18 @@ def _retry(work: Tensor) -> Tensor | None:
     return None
 
 
-def polar(x: Tensor) -> Tensor:
+def polar(x: Tensor) -> tuple[Tensor, Tensor]:
     """The orthogonal polar factor (X Xᵀ)^-1/2 X of (…, r, n) with r <= n; zero singular values stay zero.
 
-    Exact, through the r × r eigenproblem (in fp64 up to r = 64). Directions below rounding of the largest one are
-    dropped.
+    Exact, through the r × r eigenproblem (in fp64 up to r = 64). Directions below rounding of the largest one are dropped.
+
+    Returns:
+        the factor, and a bool tensor (…) that says where the eigenproblem was solved; elsewhere the rows are normalized.
     """
     # X Xᵀ = Q Λ Qᵀ  ->  polar(X) = Q Λ^-1/2 Qᵀ X
-    basis, _ = eigenbasis(gram(x))
+    basis, good = eigenbasis(gram(x))
     coefficients = basis.mT @ x
     norm = torch.linalg.vector_norm(coefficients, dim=-1, keepdim=True)
     floor = norm.amax(-2, keepdim=True) * (x.shape[-2] * torch.finfo(x.dtype).eps)
-    return basis @ torch.where(norm > floor, coefficients / norm.clamp_min(torch.finfo(x.dtype).tiny), 0.0)
+    rows = torch.where(norm > floor, coefficients / norm.clamp_min(torch.finfo(x.dtype).tiny), 0.0)
+    return basis @ rows, good

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +15,13 @@ from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
 from .engines import ENGINES, Context, rate
 from .errors import ConfigError, NonFiniteGradientError
-from .plan import Plan
 from .refresh import Tally, Turns, assign_turns, refresh
-from .telemetry import Report, StepCallback, StepReport, Telemetry
+from .reporting import ReportingOptimizer
+from .telemetry import StepReport, Telemetry
 from .update import apply_, decay_, momentum_, scaled
 
 
-class SCAO(torch.optim.Optimizer):
+class SCAO(ReportingOptimizer):
     r"""Sparse Curvature-Aware Adaptive Optimizer.
 
     For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r ×
@@ -65,7 +63,6 @@ class SCAO(torch.optim.Optimizer):
         ParameterError: a parameter is a DTensor or a flat shard.
     """
 
-    _telemetry: Telemetry
     _turns: list[list[Turns]] | None
 
     def __init__(
@@ -135,10 +132,6 @@ class SCAO(torch.optim.Optimizer):
             self._warn_once("older", "options of older SCAO code: " + "; ".join(remarks))
         return result
 
-    def _warn_once(self, what: str, message: str) -> None:
-        if self._telemetry.first(what):
-            warnings.warn(message, UserWarning, stacklevel=5)
-
     # --- one step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -171,12 +164,16 @@ class SCAO(torch.optim.Optimizer):
         jobs: list[stacks.Job] = []
         for number, (group, turns) in enumerate(zip(self.param_groups, self._schedule(), strict=True)):
             plans, names = groups.Plans(group), group.get("param_names")
+            first = sum(len(before["params"]) for before in self.param_groups[:number])
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
                 name = names[i] if names else f"{i} of group {number}"
                 gather.check_gradient(param, param.grad, name)
-                jobs.append(stacks.Job(param, param.grad, plans[param], group, turns[i], name))
+                job = stacks.Job(param, param.grad, plans[param], group, turns[i], name, first + i)
+                if self.state.get(param):
+                    self.state[param] = job.state = stacks.conformed(self.state[param], job)
+                jobs.append(job)
         peaks = gather.peaks([job.grad for job in jobs], [math.prod(job.plan.batch) for job in jobs])
         for job, values in zip(jobs, peaks, strict=True):
             job.peaks = values
@@ -195,15 +192,14 @@ class SCAO(torch.optim.Optimizer):
     def _advance(self, jobs: list[stacks.Job]) -> None:
         units: list[stacks.Unit] = []
         for job in jobs:
-            if not self.state[job.param]:
-                self.state[job.param] = stacks.create_state(job.plan, job.param)
-            job.state = self.state[job.param]
+            if not job.state:
+                self.state[job.param] = job.state = stacks.create_state(job.plan, job.param)
             active = stacks.advance(job)
             units += active
             self._decay_idle(job, active)
-        for stack in stacks.stacks(units):
-            self._move(stack)
+        failed = sum(self._move(stack) for stack in stacks.stacks(units))
         tally = refresh(units)
+        tally.failed += failed
         if tally.failed:
             self._warn_once(
                 "failed",
@@ -220,8 +216,8 @@ class SCAO(torch.optim.Optimizer):
         elif len(active) < len(job.peaks):
             decay_([job.param[e] for e, peak in enumerate(job.peaks) if peak == 0], lr, weight_decay)
 
-    def _move(self, units: list[stacks.Unit]) -> None:
-        """One stack: direction, parameters, state."""
+    def _move(self, units: list[stacks.Unit]) -> int:
+        """One stack: direction, parameters, state. Returns how many decompositions failed in the rule itself."""
         job, t = units[0].job, units[0].t
         group, engine = job.group, ENGINES[job.plan.engine]
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
@@ -233,17 +229,16 @@ class SCAO(torch.optim.Optimizer):
         grad, m = stacks.orient(grad, job.plan), stacks.orient(average, job.plan)
         # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
         changed, direction = engine.direction(state, grad, m, job.plan.sides, context)
-        noise = t if group["stochastic_rounding"] else None
+        noise = [u.seed for u in units] if group["stochastic_rounding"] else None
         moved = stacks.orient(direction, job.plan)
         apply_([u.param for u in units], moved, float(group["lr"]), group["weight_decay"], noise)
         stacks.store(units, {**changed, "exp_avg": average})
+        return sum(context.failed)
 
     def _schedule(self) -> list[list[Turns]]:
         if self._turns is None:
             self._turns = assign_turns(self.param_groups, [groups.Plans(group) for group in self.param_groups])
         return self._turns
-
-    # --- what happened ------------------------------------------------------------------------------------------
 
     def _record(self, jobs: list[stacks.Job], units: list[stacks.Unit], tally: Tally) -> None:
         matrices = sum(unit.job.plan.is_matrix for unit in units)
@@ -259,36 +254,16 @@ class SCAO(torch.optim.Optimizer):
             )
         )
 
-    @property
-    def skipped_steps(self) -> int:
-        """Steps left out because a gradient was not finite, since this optimizer was made."""
-        return self._telemetry.totals.skipped_steps
-
-    def report(self) -> Report:
-        """Totals since this optimizer was made, with the last step's report; ``print`` shows a table."""
-        stats = self.precond_stats()
-        return replace(
-            self._telemetry.totals,
-            matrices=stats["matrices"],
-            adam_tensors=stats["adam_tensors"],
-            state_bytes=stats["state_bytes"],
-        )
-
-    def on_step(self, callback: StepCallback) -> Callable[[], None]:
-        """Call ``callback(step_report)`` after every step; returns a function that stops it."""
-        key = max(self._telemetry.callbacks, default=-1) + 1
-        self._telemetry.callbacks[key] = callback
-        return lambda: self._telemetry.callbacks.pop(key, None) and None
-
-    def plans(self) -> list[tuple[Tensor, Plan]]:
-        """What is kept for each trainable parameter, and its exact bytes; allocates nothing."""
-        return groups.planned(self.param_groups)
-
-    def precond_stats(self) -> dict[str, Any]:
-        """Counts of parameters (``layers``) and matrices that are preconditioned, of tensors on the Adam path, and bytes."""
-        return groups.statistics(self.param_groups, self.state)
-
     # --- copies and checkpoints ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and options as tensors and plain values, loadable with ``weights_only=True``."""
+        known = {param for group in self.param_groups for param in group["params"]}
+        for gone in [param for param in self.state if param not in known]:
+            del self.state[gone]  # of a parameter that was replaced or removed; torch would fail on it
+        result = super().state_dict()
+        result["param_groups"] = [checkpoint.plain(group) for group in result["param_groups"]]
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that SCAO saved, in its own dtypes and bit for bit; options come from it, as torch does it.
@@ -301,8 +276,8 @@ class SCAO(torch.optim.Optimizer):
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             checkpoint.check(given, self.param_groups)
-            incoming.update(given)
-            return {**given, "state": {}}
+            incoming.update(checkpoint.completed(given))
+            return {**incoming, "state": {}}
 
         def put(_: torch.optim.Optimizer) -> None:
             self.state.update(checkpoint.place(incoming["state"], incoming["param_groups"], self.param_groups))

@@ -152,7 +152,10 @@ def step(
     elif o["engine"] == "soap":
         wl, wr = frame(left, ls, r), frame(right, rs, n)
         v = state["exp_avg_sq"] = b2 * state["exp_avg_sq"] + (1 - b2) * (wl.T @ g @ wr) ** 2
-        u = wl @ ((wl.T @ m @ wr) / (v.sqrt() + o["eps"])) @ wr.T
+        bound = (1 - o["betas"][0]) / math.sqrt((1 - o["betas"][1]) * (1 - o["betas"][0] ** 2 / o["betas"][1]))
+        u = (
+            wl @ ((wl.T @ m @ wr) / (v.sqrt() + o["eps"])).clamp(-bound, bound) @ wr.T
+        )  # Adam's own bound, by Cauchy-Schwarz
         new_l, new_r = accumulate(left, ls, g.T, b3), accumulate(right, rs, g, b3)
     else:
         a, _, c = torch.linalg.svd(m, full_matrices=False)

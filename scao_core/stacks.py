@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .curvature import Refreshed, State
 from .engines import PREFIXES
+from .errors import ConfigError
 from .plan import Plan
 from .update import LARGEST
 
@@ -39,6 +40,8 @@ class Job:
     turns: tuple[tuple[int, ...], ...]
     """For each unit, the turn of each of its sides in the refresh schedule."""
     name: str
+    number: int
+    """Position among all parameters of the optimizer."""
     peaks: list[float] = field(default_factory=list)
     """Largest absolute entry of the gradient of each unit."""
     state: State = field(default_factory=dict)
@@ -54,6 +57,13 @@ class Unit:
     state: State
     t: int
     turns: tuple[int, ...]
+    part: int = 0
+    """Which matrix of the parameter it is, or which piece of a large vector."""
+
+    @property
+    def seed(self) -> int:
+        """A number of its own for each unit and step, for stochastic rounding."""
+        return (self.job.number << 64) | (self.part << 32) | self.t
 
 
 def create_state(plan: Plan, param: Tensor) -> State:
@@ -67,6 +77,24 @@ def create_state(plan: Plan, param: Tensor) -> State:
         if isinstance(factor, Refreshed):
             state[prefix + "basis"] = factor.diagonal_basis(like, plan.batch)
     return state
+
+
+def conformed(state: State, job: Job) -> State:
+    """The state, moved and cast if the parameter has moved or changed its dtype since (``model.to(…)``).
+
+    Raises:
+        ConfigError: an option that shapes the state, or the parameter's shape, was changed while there was a state.
+    """
+    plan, param = job.plan, job.param
+    if state.keys() != {key for key, _ in plan.slots} or tuple(state["exp_avg"].shape) != plan.shape:
+        raise ConfigError(
+            f"parameter {job.name}: its state was made for other options or another shape than {plan.describe()} of "
+            f"{plan.shape}; change the engine, the factors or the shape only with a new optimizer"
+        )
+    if state["scale"].dtype == plan.compute and state["exp_avg"].device == param.device:
+        return state
+    slots = dict(plan.slots)
+    return {k: v.to("cpu" if k == "step" else param.device, slots[k].dtype) for k, v in state.items()}
 
 
 def advance(job: Job) -> list[Unit]:
@@ -118,7 +146,7 @@ def _unit(job: Job, e: int, t: int) -> Unit:
     if not plan.batch:
         return Unit(job, job.param, grad, state, t, job.turns[0] if job.turns else ())
     state = {key: value[e] for key, value in state.items()}
-    return Unit(job, job.param[e], grad[e], state, t, job.turns[e] if job.turns else ())
+    return Unit(job, job.param[e], grad[e], state, t, job.turns[e] if job.turns else (), e)
 
 
 def stacks(units: Iterable[Unit]) -> Iterator[list[Unit]]:
@@ -151,7 +179,7 @@ def slices(units: list[Unit]) -> Iterator[list[Unit]]:
     for start in range(0, numel, size):
         part = slice(start, start + size)
         state = {key: value.view(1, -1)[:, part] if value.dim() else value for key, value in unit.state.items()}
-        yield [Unit(unit.job, param[part], grad[part].view(1, -1), state, unit.t, ())]
+        yield [Unit(unit.job, param[part], grad[part].view(1, -1), state, unit.t, (), start // size)]
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

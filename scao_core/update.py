@@ -33,21 +33,21 @@ def momentum_(average: Tensor, grad: Tensor, rate: float) -> Tensor:
     return average.lerp_(grad, rate)
 
 
-def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise_step: int | None) -> None:
+def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise: list[int] | None) -> None:
     """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and a stack (N, …) of directions in the compute dtype.
 
-    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if
-    ``noise_step`` (the step count) is given.
+    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise`` is
+    given, a seed for each.
     """
     updates = [u.view_as(p) for p, u in zip(params, directions.unbind(0), strict=True)]
     if params[0].dtype == directions.dtype:
         decay_(params, lr, weight_decay)
         torch._foreach_add_(params, updates, alpha=-lr)
         return
-    for position, (p, u) in enumerate(zip(params, updates, strict=True)):
+    for i, (p, u) in enumerate(zip(params, updates, strict=True)):
         exact = p.to(u.dtype).mul_(1 - lr * weight_decay).sub_(u, alpha=lr)
-        if noise_step is not None and p.dtype == torch.bfloat16:
-            exact = stochastic_bf16(exact, noise_step, position)
+        if noise is not None and p.dtype == torch.bfloat16:
+            exact = stochastic_bf16(exact, noise[i])
         p.copy_(exact)
 
 
@@ -57,18 +57,34 @@ def decay_(params: list[Tensor], lr: float, weight_decay: float) -> None:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
 
 
-def stochastic_bf16(x: Tensor, step: int, salt: int) -> Tensor:
+def stochastic_bf16(x: Tensor, seed: int) -> Tensor:
     """fp32 rounded to bf16 at random, with probabilities that make the rounding unbiased.
 
-    The noise is a hash of (element, step, salt) instead of a random stream: it needs no generator in the checkpoint and
-    leaves torch's alone.
+    The noise is a hash of (element, seed) instead of a random stream: it needs no generator in the checkpoint and leaves
+    torch's alone.
     """
-    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
-    noise = (index + (step * _WEYL + salt * _MIX[0]) % 2**32) & 0xFFFFFFFF
-    for shift, multiplier in zip((16, 13), _MIX, strict=True):
-        noise = ((noise ^ (noise >> shift)) * multiplier) & 0xFFFFFFFF
-    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    noise = mixed(torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) + mixed_int(seed)) & 0xFFFF
     # bf16 is the upper half of fp32: add noise below the cut, then cut.
     bits = x.float().contiguous().view(torch.int32)
     rounded = ((bits + noise.to(torch.int32)) & -65536).view(torch.float32)
     return torch.where(torch.isfinite(x) & torch.isfinite(rounded), rounded, x.float()).to(torch.bfloat16)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A hash of 32-bit numbers in int64, element by element."""
+    x = x & 0xFFFFFFFF
+    for shift, multiplier in zip((16, 13), _MIX, strict=True):
+        x = ((x ^ (x >> shift)) * multiplier) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def mixed_int(x: int) -> int:
+    """The same of one number of any size, folded to 32 bits."""
+    result = 0
+    while True:
+        for shift, multiplier in zip((16, 13), _MIX, strict=True):
+            result ^= x & 0xFFFFFFFF
+            result = ((result ^ (result >> shift)) * multiplier + _WEYL) & 0xFFFFFFFF
+        x >>= 32
+        if x <= 0:
+            return result

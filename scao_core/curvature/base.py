@@ -19,6 +19,8 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
+_ROUNDING_ULPS = 32.0  # chosen: the condition of a factor is kept below 1 / (32 ulp), 2.6e5 in fp32
+
 
 @dataclass(frozen=True)
 class Factor(ABC):
@@ -106,6 +108,12 @@ def tiny(x: Tensor) -> float:
 
 
 def damped_root(eigenvalues: Tensor, mean: Tensor, damping: float, unit: bool) -> Tensor:
-    """(λ + damping · mean)^-1/2, or (λ / mean + damping)^-1/2 with ``unit``. ``mean`` broadcasts against ``eigenvalues``."""
-    root = (eigenvalues + damping * mean).clamp_min(tiny(eigenvalues)).rsqrt()
+    """(λ + damping · mean)^-1/2 (…, d), or (λ / mean + damping)^-1/2 with ``unit``; ``mean`` (…).
+
+    Eigenvalues below rounding of the largest are unknown, so that much is always added: a gradient whose rank is lower than
+    its side would otherwise be divided by noise.
+    """
+    mean = mean.reshape(*mean.shape, *[1] * (eigenvalues.dim() - mean.dim()))
+    floor = _ROUNDING_ULPS * torch.finfo(eigenvalues.dtype).eps * eigenvalues.amax(-1, keepdim=True)
+    root = (eigenvalues + damping * mean + floor).clamp_min(tiny(eigenvalues)).rsqrt()
     return root * mean.sqrt() if unit else root

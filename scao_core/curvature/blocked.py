@@ -68,7 +68,7 @@ class Blocked(Refreshed):
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
         basis = state["basis"]
         # The damping follows the mean of the whole side: a block that has had no gradient has no mean of its own.
-        root = damped_root(spectrum(state["cov"], basis), self.mean(state)[..., None, None], damping, unit)
+        root = damped_root(spectrum(state["cov"], basis), self.mean(state), damping, unit)
         return self._join(self._split(x) @ ((basis * root[..., None, :]) @ basis.mT))
 
     @property

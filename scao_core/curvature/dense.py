@@ -45,7 +45,7 @@ class Dense(Refreshed):
     def root(self, state: State, damping: float, unit: bool = False) -> Tensor:
         """(C + δ mean)^-1/2 = Q (Λ + δ mean)^-1/2 Qᵀ (…, d, d)."""
         basis = state["basis"]
-        root = damped_root(spectrum(state["cov"], basis), self.mean(state)[..., None], damping, unit)
+        root = damped_root(spectrum(state["cov"], basis), self.mean(state), damping, unit)
         return (basis * root[..., None, :]) @ basis.mT
 
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:

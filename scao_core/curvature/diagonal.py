@@ -27,7 +27,7 @@ class Diagonal(Factor):
         return state["energy"].mean(-1)
 
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        return x * damped_root(state["energy"], self.mean(state)[..., None], damping, unit)[..., None, :]
+        return x * damped_root(state["energy"], self.mean(state), damping, unit)[..., None, :]
 
     def rotate(self, state: State, x: Tensor) -> Tensor:
         return x

@@ -84,9 +84,10 @@ class Spiked(Factor):
 
     def roots(self, state: State, damping: float, unit: bool = False) -> tuple[Tensor, Tensor]:
         """(τ + δ mean)^-1/2 (…, 1, 1), and what the directions have beyond it: (μ + δ mean)^-1/2 minus that (…, 1, ρ)."""
-        mean = self.mean(state)
-        tail = damped_root(state["tail"], mean, damping, unit)[..., None, None]
-        return tail, damped_root(state["energy"], mean[..., None], damping, unit)[..., None, :] - tail
+        eigenvalues = torch.cat([state["energy"], state["tail"][..., None]], dim=-1)
+        root = damped_root(eigenvalues, self.mean(state), damping, unit)[..., None, :]
+        tail = root[..., -1:]
+        return tail, root[..., :-1] - tail
 
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
         # x C^-1/2 = τ^-1/2 x + (x Vᵀ) diag(μ^-1/2 - τ^-1/2) V

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..curvature import State
-from .base import Context, Engine, Sides, rate
+from .base import Context, Engine, Sides, adam_direction, rate
 
 
 class Adam(Engine):
@@ -22,4 +22,4 @@ class Adam(Engine):
     def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         # v <- b2 v + (1-b2) g²;  U = m / (√v + eps)
         v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))
-        return {"exp_avg_sq": v}, m / v.sqrt().add_(context.eps)
+        return {"exp_avg_sq": v}, adam_direction(m, v, context)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..curvature import Factor, State
@@ -24,6 +26,7 @@ class Context:
         curvature_beta: decay of the factors.
         eps: added to square roots; gradients arrive divided by the size of the first one, so it is relative to that.
         damping: relative to a factor's mean eigenvalue.
+        failed: numbers of decompositions that failed in this step; rules append to it.
     """
 
     t: int
@@ -31,6 +34,7 @@ class Context:
     curvature_beta: float
     eps: float
     damping: float
+    failed: list[int] = field(default_factory=list)
 
 
 def rate(beta: float, t: int) -> float:
@@ -50,7 +54,20 @@ def join(prefix: str, state: State) -> State:
 
 def first_direction(g: Tensor, eps: float) -> Tensor:
     """g / (|g| + eps): AdamW's first step, and SCAO's, while nothing is known of the curvature."""
-    return g / (g.abs() + eps)
+    return g / g.abs().add_(eps).clamp_min_(torch.finfo(g.dtype).tiny)
+
+
+def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:
+    """m / (√v + eps), within the largest value that it can have where m and v are averages of the same samples.
+
+    By Cauchy and Schwarz that is (Σ w_i² / u_i)^1/2 for their weights w and u: 7.27 for betas (0.9, 0.999). Adam never reaches the
+    limit; a rule whose coordinates turn between two steps can.
+    """
+    b1, b2 = context.betas
+    ratio = b1 * b1 / b2 if b2 > 0 else 0.0
+    bound = (1 - b1) / math.sqrt((1 - b2) * (1 - ratio)) if ratio < 1 else math.inf
+    u = m / v.sqrt().add_(context.eps).clamp_min_(torch.finfo(v.dtype).tiny)
+    return u.clamp_(-max(bound, 1.0), max(bound, 1.0))
 
 
 class Engine(ABC):

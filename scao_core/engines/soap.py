@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..curvature import Refreshed, State
-from .base import PREFIXES, Context, Engine, Sides, first_direction, join, rate, split
+from .base import PREFIXES, Context, Engine, Sides, adam_direction, first_direction, join, rate, split
 
 
 def rotate(sides: Sides, states: tuple[State, State], x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Soap(Engine):
         if first:
             u = first_direction(g, context.eps)
         else:
-            u = unrotate(sides, (lhs, rhs), rotate(sides, (lhs, rhs), m) / (v.sqrt() + context.eps))
+            u = unrotate(sides, (lhs, rhs), adam_direction(rotate(sides, (lhs, rhs), m), v, context))
         # L <- b L + (1-b) G Gᵀ / n;  R <- b R + (1-b) GᵀG / r
         decay = rate(context.curvature_beta, context.t)
         lhs, lhs_next = left.accumulate(lhs, g.mT, decay)

@@ -24,4 +24,7 @@ class Spectral(Engine):
     def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         if context.t == 1:
             return {}, first_direction(g, context.eps)
-        return {}, _RMS * m.shape[-1] ** 0.5 * polar(m)
+        u, solved = polar(m)
+        if unsolved := int((~solved & (m != 0).flatten(-2).any(-1)).sum()):
+            context.failed.append(unsolved)
+        return {}, _RMS * m.shape[-1] ** 0.5 * u
