@@ -101,7 +101,7 @@ def choice(*allowed: str) -> Callable[[str, Any], str]:
 def dtype_name(name: str, value: Any) -> str:
     """A floating dtype, as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``; kept as its name, which any loader can read."""
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-    word = str(value).strip().removeprefix("torch.")
+    word = str(value).strip().lower().removeprefix("torch.")
     return choice(*DTYPE_NAMES)(name, short.get(word, word))
 
 
@@ -238,13 +238,14 @@ def _hint(word: str, known: Iterable[str]) -> str:
 
 def near_miss(name: str) -> bool:
     """True if a key of a parameter group is so close to an option that it must be a typing error."""
-    return bool(difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=0.8))
+    return bool(difflib.get_close_matches(name, [*OPTION_NAMES, *LEGACY], n=1, cutoff=0.8))
 
 
 def unknown_option(name: str, known: Iterable[str]) -> UnknownOptionError:
     """The error for an option that does not exist."""
     names = [*known, *LEGACY]
-    return UnknownOptionError(f"unknown option {name!r}{_hint(name, names)} Options of SCAO: {', '.join(OPTION_NAMES)}")
+    hint = _hint(name, names) or "."
+    return UnknownOptionError(f"unknown option {name!r}{hint} Options of SCAO: {', '.join(OPTION_NAMES)}")
 
 
 # Options of older code under the name SCAO that frameworks still document: name -> (check, the option it becomes or

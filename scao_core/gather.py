@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .errors import GradientError, ParameterError
 
-_FLAT_MARKS = ("_is_flat", "_is_flat_param", "is_flat", "ds_id", "ds_tensor")
+# What FSDP1 (its flat parameter, and the originals it cut) and DeepSpeed ZeRO write on parameters.
+_FLAT_MARKS = ("_is_flat", "_is_flat_param", "is_flat", "_fsdp_flattened", "ds_id", "ds_tensor")
 _USE_INSTEAD = (
     "SCAO needs whole matrices on each rank: use DistributedDataParallel or one process, or another optimizer here"
 )
@@ -27,7 +28,8 @@ def check_parameter(param: Any) -> None:
         raise ParameterError(
             f"got a DTensor parameter (FSDP2 or tensor parallel), which is not supported yet. {_USE_INSTEAD}"
         )
-    marks = [mark for mark in _FLAT_MARKS if getattr(param, mark, False) not in (False, None)]
+    values = {mark: getattr(param, mark, None) for mark in _FLAT_MARKS}
+    marks = [mark for mark, value in values.items() if value is not None and value is not False]
     if kind == "FlatParameter" or marks:
         raise ParameterError(
             f"got a flat shard ({marks[0] if marks else kind}) of shape {tuple(param.shape)} from FSDP1 or DeepSpeed ZeRO: its "

@@ -35,15 +35,20 @@ def prepared(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {**group, **options.as_dict(), SCHEMA_KEY: SCHEMA, "params": params, **named}
 
 
-def split_names(params: Any) -> tuple[list[Tensor], list[str]]:
-    """Tensors and, for ``named_parameters()``, their names; torch before 2.6 does not take names itself."""
-    if isinstance(params, Tensor):
-        return [params], []
+def ordered(params: Any) -> list[Any]:
+    """The items of an ordered collection; a checkpoint knows parameters by their position."""
     if isinstance(params, (set, frozenset)) or not isinstance(params, Iterable):
         raise ConfigError(
             f"params must be an ordered collection of tensors or of (name, tensor), got {type(params).__name__}"
         )
-    items = list(params)
+    return list(params)
+
+
+def split_names(params: Any) -> tuple[list[Tensor], list[str]]:
+    """Tensors and, for ``named_parameters()``, their names; torch before 2.6 does not take names itself."""
+    if isinstance(params, Tensor):
+        return [params], []
+    items = ordered(params)
     if items and all(isinstance(item, tuple) and len(item) == 2 for item in items):
         return [tensor for _, tensor in items], [str(name) for name, _ in items]
     return items, []

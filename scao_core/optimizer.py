@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # what torch.optim uses; the public name imports the compiler
 
 from . import checkpoint, gather, groups, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
@@ -18,7 +19,7 @@ from .errors import ConfigError, NonFiniteGradientError
 from .refresh import Tally, Turns, assign_turns, refresh
 from .reporting import ReportingOptimizer
 from .telemetry import StepReport, Telemetry
-from .update import apply_, decay_, momentum_, scaled
+from .update import apply_, decay_, limited_, momentum_, scaled
 
 
 class SCAO(ReportingOptimizer):
@@ -63,7 +64,7 @@ class SCAO(ReportingOptimizer):
         ParameterError: a parameter is a DTensor or a flat shard.
     """
 
-    _turns: list[list[Turns]] | None
+    _turns: tuple[object, list[list[Turns]]] | None
 
     def __init__(
         self,
@@ -99,6 +100,8 @@ class SCAO(ReportingOptimizer):
         }
         self._telemetry, self._turns = Telemetry(), None
         defaults = Options.from_mapping(self._translated({**named, **older}))
+        if not isinstance(params, Tensor):  # torch names that error itself
+            params = groups.ordered(params)
         super().__init__(params, defaults.as_dict())
 
     # --- groups -------------------------------------------------------------------------------------------------
@@ -116,7 +119,6 @@ class SCAO(ReportingOptimizer):
             )
         group = groups.prepared(self._translated(param_group), self.defaults)
         super().add_param_group(group)
-        self._turns = None
         if group["fused"]:
             self._warn_once("fused", "SCAO has no fused kernel: fused=True is ignored")
         if elements := groups.only_large_vectors(self.param_groups):
@@ -134,6 +136,7 @@ class SCAO(ReportingOptimizer):
 
     # --- one step -----------------------------------------------------------------------------------------------
 
+    @_disable_dynamo  # torch.compile runs a step as it is: it reads counters on the host
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step.
@@ -230,15 +233,17 @@ class SCAO(ReportingOptimizer):
         # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
         changed, direction = engine.direction(state, grad, m, job.plan.sides, context)
         noise = [u.seed for u in units] if group["stochastic_rounding"] else None
-        moved = stacks.orient(direction, job.plan)
+        moved = stacks.orient(limited_(direction) if job.plan.is_matrix else direction, job.plan)
         apply_([u.param for u in units], moved, float(group["lr"]), group["weight_decay"], noise)
         stacks.store(units, {**changed, "exp_avg": average})
         return sum(context.failed)
 
     def _schedule(self) -> list[list[Turns]]:
-        if self._turns is None:
-            self._turns = assign_turns(self.param_groups, [groups.Plans(group) for group in self.param_groups])
-        return self._turns
+        now = tuple((group["refresh_every"], tuple(map(id, group["params"]))) for group in self.param_groups)
+        if self._turns is None or self._turns[0] != now:
+            plans = [groups.Plans(group) for group in self.param_groups]
+            self._turns = now, assign_turns(self.param_groups, plans)
+        return self._turns[1]
 
     def _record(self, jobs: list[stacks.Job], units: list[stacks.Unit], tally: Tally) -> None:
         matrices = sum(unit.job.plan.is_matrix for unit in units)
@@ -272,6 +277,7 @@ class SCAO(ReportingOptimizer):
             CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has
                 changed.
         """
+        checkpoint.check(state_dict, self.param_groups)
         incoming: dict[str, Any] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +298,6 @@ class SCAO(ReportingOptimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._turns = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_telemetry": self._telemetry}

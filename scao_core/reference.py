@@ -73,7 +73,7 @@ def start(kind: Kind, s: State, x: Tensor) -> None:
         omega = torch.tensor([[math.cos(math.pi * (i + 0.5) * j / k) for i in range(k)] for j in range(kind[1])]).to(x)
         s["basis"] = gram_schmidt(omega @ x)
         for _ in range(2):
-            s["basis"] = gram_schmidt(s["basis"] @ x.T @ x)
+            s["basis"] = gram_schmidt(gram_schmidt(s["basis"] @ x.T) @ x)
 
 
 def accumulate(kind: Kind, s: State, x: Tensor, b: float) -> State:
@@ -160,6 +160,8 @@ def step(
     else:
         a, _, c = torch.linalg.svd(m, full_matrices=False)
         u = 0.2 * n**0.5 * a @ c
+    if o["engine"] != "adam":
+        u = u.clamp(-10, 10)
     if t == 1:
         u = g / (g.abs() + o["eps"])
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):

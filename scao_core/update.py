@@ -9,6 +9,9 @@ from torch import Tensor
 # (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
 LARGEST = 2.0**50
 
+# Entries of a direction are of order one. Adam's own limit for betas (0.9, 0.999) is 7.27 (chosen: just above it).
+_FARTHEST = 10.0
+
 # Odd 32-bit multipliers of the mixing steps (Steele et al. 2014, SplitMix; Murmur3's finalizer has the same form).
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
@@ -31,6 +34,11 @@ def scaled(grad: Tensor, scale: Tensor, negate: bool = False, cut: bool = True) 
 def momentum_(average: Tensor, grad: Tensor, rate: float) -> Tensor:
     """M <- (1 - rate) M + rate G, in place; with the unbiased rate this is Adam's momentum after its bias correction."""
     return average.lerp_(grad, rate)
+
+
+def limited_(direction: Tensor) -> Tensor:
+    """U within ±10, in place: a gradient in directions that had none before cannot throw an entry far."""
+    return direction.clamp_(-_FARTHEST, _FARTHEST)
 
 
 def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise: list[int] | None) -> None:

@@ -24,7 +24,13 @@ from typing import Any
 
 import torch
 
-HIDDEN, KEY_VALUE, INTERMEDIATE, LAYERS, RANK = 2048, 256, 11008, 36, 16  # Qwen2.5-3B's config.json; LoRA on all linear layers
+HIDDEN, KEY_VALUE, INTERMEDIATE, LAYERS, RANK = (
+    2048,
+    256,
+    11008,
+    36,
+    16,
+)  # Qwen2.5-3B's config.json; LoRA on all linear layers
 LINEAR = (
     (HIDDEN, HIDDEN),
     (HIDDEN, KEY_VALUE),
@@ -126,10 +132,19 @@ def measure_peer(name: str, requirement: str, arguments: argparse.Namespace) -> 
             cache.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-r", fresh, str(cache)], check=True)
     worker = [sys.executable, __file__, "--worker", name, "--layers", str(arguments.peer_layers)]
-    worker += ["--steps", str(arguments.peer_steps), "--seconds", str(arguments.seconds), "--threads", str(arguments.threads)]
+    worker += [
+        "--steps",
+        str(arguments.peer_steps),
+        "--seconds",
+        str(arguments.seconds),
+        "--threads",
+        str(arguments.threads),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(cache), "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=8 * arguments.seconds, check=False)
+        done = subprocess.run(
+            worker, env=environment, capture_output=True, text=True, timeout=8 * arguments.seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"took more than {8 * arguments.seconds:.0f} s for a few steps on {arguments.peer_layers} layers"
     if done.returncode:
@@ -165,7 +180,9 @@ def main() -> None:
         return
     ours = [name for name in FACTORIES if name not in PEERS]
     count = sum(p.numel() for p in lora_matrices(arguments.layers))
-    print(f"LoRA r=16 of Qwen2.5-3B, {14 * arguments.layers} matrices, {count:,} parameters; CPU, {arguments.threads} threads")
+    print(
+        f"LoRA r=16 of Qwen2.5-3B, {14 * arguments.layers} matrices, {count:,} parameters; CPU, {arguments.threads} threads"
+    )
     print(f"{'optimizer':<24}{'layers':>7}{'median ms':>12}{'max ms':>11}{'x AdamW':>10}{'bytes/param':>13}")
     result = measure(ours, arguments.layers, arguments.steps, arguments.seconds)
     for name in ours:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,9 @@ from scao_tools.errors import ToolError
 
 if TYPE_CHECKING:
     import typer
+
+# Not a bug of the program: no space, no permission, read-only.
+_ENVIRONMENT_ERRORS = frozenset({errno.ENOSPC, errno.EACCES, errno.EROFS})
 
 
 def build_app() -> typer.Typer:
@@ -43,6 +48,14 @@ def run(app: Callable[..., Any], arguments: Sequence[str]) -> int:
     except ToolError as error:
         print(f"scao: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT_ERRORS:
+            raise
+        print(
+            f"scao: {error.filename or 'writing'}: {error.strerror}; free space or choose another --out",
+            file=sys.stderr,
+        )
+        return 1
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(bool(error.code))
     return 0
@@ -57,6 +70,10 @@ def main() -> None:
     except ToolError as error:
         print(f"scao: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        # Generated text holds any character; a terminal that cannot show one must not end the run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run(build_app(), sys.argv[1:]))
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from scao_tools.training import EvalDone, StepDone
+if TYPE_CHECKING:
+    # Only for type checking: a first line shall be on the screen before torch is imported, which takes seconds.
+    from scao_tools.training import EvalDone, StepDone
 
 
 def duration(seconds: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,8 +16,7 @@ class StopSignals:
     between steps.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
+    def __init__(self) -> None:
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -47,4 +46,5 @@ class StopSignals:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = number
-        self._notify()
+        # Not print: the signal may have come in the middle of one, which refuses to be entered again.
+        os.write(2, b"\nStopping after this step; press Ctrl-C again to stop at once.\n")

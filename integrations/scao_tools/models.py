@@ -43,6 +43,8 @@ def resolve_model(name: str) -> ModelSource:
     """Turn ``--model`` into a source; a path that does not exist is refused here, before any loading."""
     if name == PACKAGED:
         return _packaged_source()
+    if not name.strip():
+        raise ModelError("--model is empty; give smollm2-135m, an existing directory, or a name like owner/model")
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return ModelSource(name, str(path.parent), str(path), path.name)
@@ -52,7 +54,7 @@ def resolve_model(name: str) -> ModelSource:
         if not (path / "config.json").is_file():
             raise ModelError(f"--model {name} has no config.json; give a directory written by save_pretrained")
         return ModelSource(name, str(path), str(path))
-    if name.startswith((".", "~", "/", "\\")) or name.count("/") > 1 or not name.strip() or "\\" in name:
+    if name.startswith((".", "~", "/", "\\")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"--model {name!r} does not exist; give an existing directory, or a name like owner/model")
     return ModelSource(name, name, name)
 

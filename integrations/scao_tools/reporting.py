@@ -18,7 +18,7 @@ HEADER = (
     "optimizer state (MB)",
     "peak memory (MB)",
 )
-SHORT_HEADER = ("optimizer", "loss before", "loss after", "steps/s", "step ms", "state MB", "peak MB")  # for 80 columns
+SHORT_HEADER = ("optimizer", "before", "after", "steps/s", "step ms", "state MB", "peak MB")  # for 80 columns
 _NONE = "—"
 
 
@@ -113,7 +113,7 @@ def verdict(records: Sequence[OptimizerRecord], label_tokens: Sequence[int]) -> 
     sentences = [_trouble(record) for record in records if record.nonfinite_steps]
     complete = [record for record in records if record.after is not None and math.isfinite(record.after)]
     missing = [record.label for record in records if record not in complete]
-    if missing:
+    if missing and len(records) > 1:
         sentences.append(f"No final held-out loss for {' and '.join(missing)}, so there is no comparison with it.")
     ranked = sorted(complete, key=lambda record: record.after or 0.0)
     sentences += [_compare(ranked[0], other, label_tokens) for other in ranked[1:]]

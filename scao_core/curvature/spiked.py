@@ -37,12 +37,12 @@ class Spiked(Factor):
         return {"basis": (self.rank, self.dim), "energy": (self.rank,), "tail": ()}
 
     def start(self, state: State, x: Tensor) -> State:
-        # V <- orth(Ωᵀx), then orth(V xᵀx): a range finder with smooth rows (discrete cosines) in place of random ones
+        # V <- orth(Ωᵀx), then orth(orth(V xᵀ) x): a range finder with smooth rows (discrete cosines) in place of random ones
         columns = torch.arange(self.samples, dtype=x.dtype, device=x.device)
         rows = torch.arange(self.rank, dtype=x.dtype, device=x.device)[:, None]
         basis = orthonormal_rows(torch.cos(math.pi / self.samples * (columns + 0.5) * rows) @ x, rounds=2)
         for _ in range(_START_ROUNDS):
-            basis = orthonormal_rows(along_rows(x, basis).mT @ x, rounds=2)
+            basis = orthonormal_rows(orthonormal_rows(along_rows(x, basis).mT, rounds=2) @ x, rounds=2)
         return {**state, "basis": basis}
 
     def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:

@@ -60,8 +60,8 @@ def first_direction(g: Tensor, eps: float) -> Tensor:
 def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:
     """m / (√v + eps), within the largest value that it can have where m and v are averages of the same samples.
 
-    By Cauchy and Schwarz that is (Σ w_i² / u_i)^1/2 for their weights w and u: 7.27 for betas (0.9, 0.999). Adam never reaches the
-    limit; a rule whose coordinates turn between two steps can.
+    By Cauchy and Schwarz that is (Σ w_i² / u_i)^1/2 for their weights w and u: 7.27 for betas (0.9, 0.999). Adam never
+    reaches the limit; a rule whose coordinates turn between two steps can.
     """
     b1, b2 = context.betas
     ratio = b1 * b1 / b2 if b2 > 0 else 0.0

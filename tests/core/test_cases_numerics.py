@@ -13,13 +13,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scao import SCAO, NonFiniteGradientError
 from torch import Tensor
 from torch.nn import Parameter
 
+from scao import SCAO, NonFiniteGradientError
+
 ENGINES = ("kl", "soap", "spectral")
 SHAPES = ((7,), (), (8, 40), (40, 8), (12, 12), (3, 6, 20), (6, 3, 3, 3), (0, 4))
-KINDS = {"vector": (30,), "wide": (8, 40), "tall": (40, 8), "square": (12, 12), "experts": (3, 6, 20), "conv": (6, 3, 3, 3)}
+KINDS = {
+    "vector": (30,),
+    "wide": (8, 40),
+    "tall": (40, 8),
+    "square": (12, 12),
+    "experts": (3, 6, 20),
+    "conv": (6, 3, 3, 3),
+}
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Parameter:
@@ -59,13 +67,14 @@ def finite(opt: SCAO, params: list[Parameter]) -> bool:
     return all(bool(torch.isfinite(x).all()) for x in [*params, *state])
 
 
-# --- case 27: a bad batch -------------------------------------------------------------------------------------------------
+# --- case 27: a bad batch ----------------
 
 BAD = {"nan": float("nan"), "+inf": float("inf"), "-inf": float("-inf")}
 
 
-@pytest.mark.parametrize("victim", range(len(SHAPES) - 1), ids=[str(s) for s in SHAPES[:-1]])
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    ("victim", "bad"), [(i, list(BAD)[i % 3]) for i in range(len(SHAPES) - 1)], ids=lambda v: str(v)
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_bad_element_skips_the_whole_step(engine: str, bad: str, victim: int) -> None:
     params = [make(s, seed=i) for i, s in enumerate(SHAPES)]
@@ -153,12 +162,12 @@ def test_bad_values_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
         p.grad = noise(p, 0)
         p.grad[3, 5] = bad
         start = p.detach().clone()
-        with pytest.warns(UserWarning):
+        with pytest.warns(UserWarning, match="skipped"):
             opt.step()
         assert torch.equal(p, start)
 
 
-# --- case 28: GradScaler ----------------------------------------------------------------------------------------------------
+# --- case 28: GradScaler ----------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -183,7 +192,7 @@ def test_grad_scaler_skips_and_goes_on(engine: str) -> None:
     assert opt.state[p]["step"].item() == 4
 
 
-# --- case 26, 29: decompositions that fail --------------------------------------------------------------------------------
+# --- case 26, 29: decompositions that fail ----------------
 
 
 def broken(mode: str, good_after: int | None = None) -> Callable[..., Any]:
@@ -234,7 +243,9 @@ def test_eigh_fails_once(engine: str, mode: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("shapes", [[(8, 40)], [(12, 12), (40, 8)], [(3, 6, 20)], [(80, 300)]], ids=str)
 @pytest.mark.parametrize("mode", ["raise", "nan"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_eigh_fails_always(engine: str, mode: str, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eigh_fails_always(
+    engine: str, mode: str, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.linalg, "eigh", broken(mode))
     params = [make(s, seed=i) for i, s in enumerate(shapes)]
     start = [p.detach().clone() for p in params]
@@ -298,7 +309,7 @@ def test_only_the_matrix_that_fails_suffers(engine: str, monkeypatch: pytest.Mon
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
 
 
-# --- degenerate gradients ---------------------------------------------------------------------------------------------------
+# --- degenerate gradients ----------------
 
 
 def degenerate(kind: str, p: Tensor, t: int) -> Tensor:
@@ -354,11 +365,11 @@ DEGENERATE = (
 @pytest.mark.parametrize("kind", DEGENERATE)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_degenerate_gradients_stay_finite_and_bounded(engine: str, kind: str) -> None:
-    for factors in ("auto", "dense,dense", "blocked,blocked", "diagonal,spiked"):
+    for factors in ("auto", "blocked,blocked"):
         params = [make(s, seed=i) for i, s in enumerate(SHAPES) if s != (0, 4)]
         start = [p.detach().clone() for p in params]
         opt = SCAO(params, lr=1e-3, weight_decay=0.0, engine=engine, factors=factors, block_size=6, refresh_every=3)
-        for t in range(15):
+        for t in range(10):
             for p in params:
                 p.grad = degenerate(kind, p, t) if p.dim() else noise(p, t)
             opt.step()
@@ -368,7 +379,7 @@ def test_degenerate_gradients_stay_finite_and_bounded(engine: str, kind: str) ->
         for p, q in zip(params, start, strict=True):
             # Gradients in one direction only may use the whole norm for it: lr · sqrt(size) a step is the most that a rule
             # normalized as a whole can do, and a damping of 1e-3 can stretch a whitened one by its inverse root.
-            reach = 15 * 1e-3 * max(1.0, math.sqrt(p.numel())) / math.sqrt(1e-3)
+            reach = 10 * 1e-3 * max(1.0, math.sqrt(p.numel())) / math.sqrt(1e-3)
             assert (p - q).abs().max() <= reach, (factors, tuple(p.shape))
 
 
@@ -386,7 +397,7 @@ def test_allowed_options_at_their_limits_stay_finite(engine: str, kind: str, opt
     assert all(bool(torch.isfinite(p).all()) for p in params)
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------------
+# --- scales ----------------
 
 
 def displacement(engine: str, shape: tuple[int, ...], scale: float, factors: str = "auto") -> Tensor:
@@ -403,11 +414,76 @@ def displacement(engine: str, shape: tuple[int, ...], scale: float, factors: str
 @pytest.mark.parametrize("engine", ENGINES)
 def test_direction_does_not_depend_on_the_scale_of_the_loss(engine: str, kind: str) -> None:
     """1e-3 relative: gradients that are multiples of each other by no power of two differ by their fp32 rounding."""
-    for factors in ("auto", "dense,dense", "blocked,diagonal"):
+    expected = displacement(engine, KINDS[kind], 1.0)
+    for scale in (1e-12, 3e-9, 1e-6, 1e-3, 7.0, 1e3, 1e6, 1e12):
+        got = displacement(engine, KINDS[kind], scale)
+        assert (got - expected).norm() <= 1e-3 * expected.norm(), scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_powers_of_two_do_not_change_a_single_bit(engine: str, kind: str) -> None:
+    """Such scalings round nothing, so that also bases of factors without full rank, which rounding decides, agree."""
+    for factors in ("auto", "blocked,dense"):
         expected = displacement(engine, KINDS[kind], 1.0, factors)
-        for scale in (1e-12, 3e-9, 1e-6, 1e-3, 7.0, 1e3, 1e6, 1e12):
-            got = displacement(engine, KINDS[kind], scale, factors)
-            assert (got - expected).norm() <= 1e-3 * expected.norm(), (factors, scale)
+        for exponent in (-60, -7, 1, 40):
+            assert torch.equal(displacement(engine, KINDS[kind], 2.0**exponent, factors), expected), (factors, exponent)
+
+
+def sparse(kind: str, shape: tuple[int, ...], t: int) -> Tensor:
+    """Gradients of wide LoRA matrices that are far from the average one: few tokens, few experts, a constant."""
+    generator = torch.Generator().manual_seed(t)
+    rows, columns = shape
+    if kind == "constant":
+        return torch.ones(shape)
+    if kind == "rank one":
+        return torch.randn(rows, 1, generator=generator) @ torch.randn(1, columns, generator=generator)
+    if kind == "fixed rank one":
+        return sparse("rank one", shape, 0)
+    g, mask = torch.randn(shape, generator=generator), torch.zeros(shape)
+    if kind == "one row":
+        mask[t % rows] = 1
+    elif kind == "one column":
+        mask[:, 7 * t % columns] = 1
+    elif kind == "one element":
+        mask[t % rows, 7 * t % columns] = 1
+    elif kind == "blocks of rows":
+        mask[rows // 4 * (t % 4) : rows // 4 * (t % 4 + 1)] = 1
+    return g * mask
+
+
+SPARSE = ("constant", "rank one", "fixed rank one", "one row", "one column", "one element", "blocks of rows")
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (16, 64), (64, 16), (16, 2048), (4096, 8)], ids=str)
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_step_is_far_larger_than_the_learning_rate(engine: str, kind: str, shape: tuple[int, int]) -> None:
+    """With default options. A second moment of decay b2 holds at least (1 - b2) of each squared gradient, so that a
+    normalized step has a root mean square of at most (1 - b2)^-1/2 = 32 lr; Adam's is below 4 lr."""
+    p = Parameter(torch.zeros(shape))
+    opt = SCAO([p], lr=1e-3, weight_decay=0.0, engine=engine)
+    worst = 0.0
+    for t in range(25):
+        p.grad = sparse(kind, shape, t)
+        start = p.detach().clone()
+        opt.step()
+        assert finite(opt, [p]), t
+        worst = max(worst, (p.detach() - start).square().mean().sqrt().item() / 1e-3)
+    assert worst <= 32
+
+
+@pytest.mark.parametrize("damping", [0.3, 1e-3, 1e-5, 1e-6, 1e-8, 0])
+@pytest.mark.parametrize("kind", ["constant", "fixed rank one", "rank one", "one column"])
+@pytest.mark.parametrize("shape", [(8, 40), (40, 8), (16, 4096)], ids=str)
+def test_any_allowed_damping_stays_finite(shape: tuple[int, int], kind: str, damping: float) -> None:
+    for factors in ("auto", "blocked,blocked", "diagonal,spiked"):
+        p = Parameter(torch.zeros(shape))
+        opt = SCAO([p], lr=1e-3, damping=damping, factors=factors, block_size=64, refresh_every=2)
+        for t in range(5):
+            p.grad = sparse(kind, shape, t)
+            opt.step()
+            assert finite(opt, [p]), (factors, t)
 
 
 @pytest.mark.parametrize("scale", [1e-43, 1e-37, 1e-30, 1e-25, 1e25, 1e30, 1e36])
@@ -432,10 +508,10 @@ def test_extreme_scales_stay_finite(engine: str, scale: float) -> None:
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jumps_of_the_gradient_scale_stay_finite(engine: str, scales: tuple[float, ...]) -> None:
-    for factors in ("auto", "dense,dense", "blocked,diagonal"):
+    for factors in ("auto", "blocked,diagonal"):
         params = [Parameter(torch.zeros(shape)) for shape in KINDS.values()]
         opt = SCAO(params, lr=1e-3, weight_decay=0.0, engine=engine, factors=factors, block_size=6, refresh_every=2)
-        for t in range(4 * len(scales)):
+        for t in range(2 * len(scales)):
             for p in params:
                 p.grad = (low_rank(tuple(p.shape), t).clamp(-2, 2).double() * scales[t % len(scales)]).float()
             opt.step()
@@ -473,7 +549,7 @@ def test_any_sequence_of_gradients_stays_finite(
     assert opt.skipped_steps == 0
 
 
-# --- case 34: the learning rate of AdamW ------------------------------------------------------------------------------------
+# --- case 34: the learning rate of AdamW ----------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -521,7 +597,7 @@ def test_adamws_learning_rate_works_and_three_times_it_stays_finite(engine: str)
         assert toy(3e-2) < start
 
 
-# --- weight decay and zeros ---------------------------------------------------------------------------------------------------
+# --- weight decay and zeros ----------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -599,7 +675,7 @@ def test_zero_first_gradient_creates_state_and_is_no_step(engine: str) -> None:
     assert equal(run(True), run(False))
 
 
-# --- stochastic rounding ------------------------------------------------------------------------------------------------------
+# --- stochastic rounding ----------------
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (4096,), (4, 32, 32)], ids=str)
@@ -608,7 +684,11 @@ def test_stochastic_rounding_is_unbiased(engine: str, shape: tuple[int, ...]) ->
     """Steps far below the spacing of bf16 are lost by rounding to nearest and kept, on average, by rounding at random."""
     steps, lr = 60, 2e-5
     ends = {}
-    for name, dtype, noisy in (("exact", torch.float32, False), ("nearest", torch.bfloat16, False), ("random", torch.bfloat16, True)):
+    for name, dtype, noisy in (
+        ("exact", torch.float32, False),
+        ("nearest", torch.bfloat16, False),
+        ("random", torch.bfloat16, True),
+    ):
         p = Parameter(torch.ones(shape, dtype=dtype))
         opt = SCAO([p], lr=lr, weight_decay=0.0, engine=engine, stochastic_rounding=noisy)
         for t in range(steps):
@@ -666,13 +746,17 @@ def test_special_values_survive_stochastic_rounding() -> None:
     assert p.tolist() == [0.0, largest, -largest, 1.0]
 
 
-# --- case 37, 45: reproducible --------------------------------------------------------------------------------------------------
+# --- case 37, 45: reproducible ----------------
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}, {"runtime": "inline"}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"stochastic_rounding": True}, {"runtime": "inline"}, {"foreach": False}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_runs_are_bit_equal_and_random_states_untouched(engine: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_two_runs_are_bit_equal_and_random_states_untouched(
+    engine: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     def run(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         random.seed(seed)
@@ -722,7 +806,7 @@ def test_four_microbatches_equal_one_batch(engine: str, dtype: torch.dtype, tole
     assert all(opts[1].state[p]["step"].item() == 8 for p in twin.parameters())
 
 
-# --- autocast -------------------------------------------------------------------------------------------------------------------
+# --- autocast ----------------
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -740,9 +824,6 @@ def test_autocast_around_the_step_changes_nothing(engine: str, low: torch.dtype)
         return [p.detach() for p in params], opt.state_dict()["state"]
 
     assert equal(run(True), run(False))
-
-
-# --- case 74: the step of a refresh ---------------------------------------------------------------------------------------------
 
 
 def test_maximize_is_the_mirror_of_minimize() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scao import SCAO, plan, plan_key
 from torch import Tensor
 from torch.nn import Parameter
+
+from scao import SCAO, plan, plan_key
 
 ENGINES = ("kl", "soap", "spectral")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -53,16 +55,14 @@ def grad_like(p: Tensor, seed: int) -> Tensor:
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Parameter:
-    return Parameter(
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-    )
+    return Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
 
 
 def measured(opt: SCAO, param: Tensor) -> int:
     return sum(v.numel() * v.element_size() for v in opt.state[param].values())
 
 
-# --- cases 19, 31: shapes and dtypes ----------------------------------------------------------------------------------
+# --- cases 19, 31: shapes and dtypes ----------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -131,7 +131,7 @@ def test_gradients_in_another_dtype_than_the_parameter(engine: str) -> None:
     assert torch.isfinite(p).all()
 
 
-# --- case 19: experts ---------------------------------------------------------------------------------------------------
+# --- case 19: experts ----------------
 
 
 @pytest.mark.parametrize("idle", [lambda e, t: False, lambda e, t: (e + t) % 3 == 0, lambda e, t: e == 1 or t < 2])
@@ -179,7 +179,7 @@ def test_experts_in_single_precision(engine: str) -> None:
     assert (stacked - torch.stack(list(alone))).abs().max() <= 1e-6 * 4
 
 
-# --- case 20: empty tensors ---------------------------------------------------------------------------------------------
+# --- case 20: empty tensors ----------------
 
 
 @pytest.mark.parametrize("empty", [(0, 10), (4, 0, 3), (0,), (0, 3, 3, 3)], ids=str)
@@ -208,7 +208,7 @@ def test_only_empty_parameters() -> None:
     assert opt.report().skipped_steps == 0
 
 
-# --- memory layouts -------------------------------------------------------------------------------------------------------
+# --- memory layouts ----------------
 
 
 def layouts(p: Tensor) -> dict[str, Tensor]:
@@ -224,7 +224,9 @@ def layouts(p: Tensor) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (9, 9), (3, 6, 20), (3, 20, 6), (8, 3, 3, 3), (64, 2, 2, 1), (7,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 20), (20, 6), (9, 9), (3, 6, 20), (3, 20, 6), (8, 3, 3, 3), (64, 2, 2, 1), (7,)], ids=str
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_memory_layout_does_not_matter(engine: str, shape: tuple[int, ...]) -> None:
     results, kinds = {}, layouts(make(shape, torch.float64).detach())
@@ -292,7 +294,7 @@ def test_stacking_equal_shapes_is_only_a_speedup(engine: str) -> None:
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)  # fp64, order of sums only
 
 
-# --- planned bytes ----------------------------------------------------------------------------------------------------------
+# --- planned bytes ----------------
 
 
 @pytest.mark.parametrize("momentum", [None, torch.bfloat16, "fp16", "float64"])
@@ -318,7 +320,16 @@ def test_planned_bytes_are_the_measured_bytes(engine: str, dtype: torch.dtype, m
     assert opt.report().state_bytes == stats["state_bytes"]
 
 
-FACTORS = st.sampled_from(["auto", *(f"{a},{b}" for a in ("dense", "spiked", "blocked", "diagonal") for b in ("dense", "spiked", "blocked", "diagonal"))])
+FACTORS = st.sampled_from(
+    [
+        "auto",
+        *(
+            f"{a},{b}"
+            for a in ("dense", "spiked", "blocked", "diagonal")
+            for b in ("dense", "spiked", "blocked", "diagonal")
+        ),
+    ]
+)
 DIMS = st.integers(0, 24)
 ANY_SHAPE = st.one_of(
     st.just(()),
@@ -417,7 +428,7 @@ def test_more_budget_never_gives_less_and_half_momentum_gives_less() -> None:
         )
 
 
-# --- cases 16, 17: large tables and LoRA ------------------------------------------------------------------------------------
+# --- cases 16, 17: large tables and LoRA ----------------
 
 
 @pytest.mark.parametrize("shape", [(50_000, 32), (32, 50_000)], ids=str)
@@ -477,7 +488,28 @@ def test_lora_state_is_small(engine: str, rank: int) -> None:
     assert opt.precond_stats()["layers"] == 2
 
 
-# --- case 51: flattened models -------------------------------------------------------------------------------------------------
+# --- case 74: the step of a refresh ----------------
+
+
+@pytest.mark.parametrize("engine", ["kl", "soap"])
+def test_a_refresh_is_not_much_longer_than_a_step(engine: str) -> None:
+    params = [make(s) for s in ((16, 1024), (1024, 16))]
+    opt = SCAO(params, engine=engine, refresh_every=4, runtime="inline")
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for t in range(24):
+        for p in params:
+            p.grad = grad_like(p, t)
+        start = time.perf_counter()
+        opt.step()
+        elapsed = time.perf_counter() - start
+        assert opt.report().last is not None
+        times[opt.report().last.refreshed > 0].append(elapsed)
+    assert len(times[True]) == 6
+    # Medians, so that a busy machine does not decide; 5 ms for what is fixed.
+    assert statistics.median(times[True]) <= 5 * statistics.median(times[False]) + 5e-3
+
+
+# --- case 51: flattened models ----------------
 
 
 @pytest.mark.parametrize("numel", [2**20, 3 * 2**20])
@@ -489,7 +521,9 @@ def test_one_huge_vector_warns_that_nothing_is_preconditioned(numel: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(2**20,), (8, 8)], [(1000,), (30,)], [(4, 6)], [(3, 4, 5), (2**20,)]], ids=["with-matrix", "small", "m", "moe"]
+    "shapes",
+    [[(2**20,), (8, 8)], [(1000,), (30,)], [(4, 6)], [(3, 4, 5), (2**20,)]],
+    ids=["with-matrix", "small", "m", "moe"],
 )
 def test_ordinary_models_do_not_warn(shapes: Sequence[tuple[int, ...]]) -> None:
     with warnings.catch_warnings():

@@ -175,9 +175,9 @@ def test_ctrl_c_saves_reports_and_resumes(
 ) -> None:
     assert threading.current_thread() is threading.main_thread()
     out = tmp_path / "my run"
-    interrupt_at(3, monkeypatch)
-    assert runner.start(DemoOptions(**options), out, False, "scao demo", screen) == 130
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        assert runner.start(DemoOptions(**options), out, False, "scao demo", screen) == 130
     assert f"scao demo --resume --out '{out}'" in capsys.readouterr().out
     assert torch.load(out / "adamw" / "checkpoint.pt", weights_only=True)["step"] == 3
     report = (out / "report.md").read_text()
@@ -230,9 +230,9 @@ def test_default_directories_are_numbered_and_the_newest_unfinished_is_resumed(
 ) -> None:
     short = DemoOptions(**{**options, "steps": 2, "optimizers": ("adamw",)})
     assert runner.start(short, None, False, "scao demo", screen) == 0
-    interrupt_at(1, monkeypatch)
-    assert runner.start(short, None, False, "scao demo", screen) == 130
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        interrupt_at(1, patch)
+        assert runner.start(short, None, False, "scao demo", screen) == 130
     assert sorted(path.name for path in elsewhere.iterdir()) == ["demo-output", "demo-output-2"]
     assert runner.resume(None, {}, screen) == 0
     assert (elsewhere / "demo-output-2" / "adamw" / "result.json").is_file()

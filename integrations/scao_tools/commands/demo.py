@@ -54,13 +54,19 @@ def demo(
 
     checked = DemoOptions(**options)
     from scao_tools.console import Screen
-    from scao_tools.demo import runner
 
-    if resume:
-        given = {name: value for name, value in options.items() if _was_given(ctx, name)}
-        code = runner.resume(out, given, Screen())
-    else:
-        code = runner.start(checked, out, overwrite, shlex.join(["scao", *sys.argv[1:]]), Screen())
+    screen = Screen()
+    try:
+        with screen.task("Importing torch and transformers"):
+            from scao_tools.demo import runner
+        if resume:
+            given = {name: value for name, value in options.items() if _was_given(ctx, name)}
+            code = runner.resume(out, given, screen)
+        else:
+            code = runner.start(checked, out, overwrite, shlex.join(["scao", *sys.argv[1:]]), screen)
+    except KeyboardInterrupt:
+        screen.say("Interrupted before any training.")
+        code = 130
     raise typer.Exit(code)
 
 
@@ -70,9 +76,10 @@ def _stored_options(params: dict[str, Any]) -> dict[str, Any]:
 
     options = {name: value for name, value in params.items() if name not in _NOT_STORED}
     options["optimizers"] = parse_optimizers(options["optimizers"])
-    # A run can be resumed from another directory.
-    options["data"] = absolute_if_exists(options["data"])
-    options["model"] = absolute_if_exists(options["model"])
+    # Absolute, so that a run can be resumed from another directory.
+    for name, own_name in (("data", "stdlib"), ("model", "smollm2-135m")):
+        if options[name] != own_name:
+            options[name] = absolute_if_exists(options[name])
     return options
 
 

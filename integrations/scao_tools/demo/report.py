@@ -66,7 +66,7 @@ def publish(files: RunFiles, screen: Screen) -> None:
 
 def show(record: RunRecord, screen: Screen) -> None:
     """Print the table, the verdict, the samples, and where the files are."""
-    table = Table(title="Held-out loss, speed, and memory")
+    table = Table(title="Held-out loss before and after, speed, memory")
     for index, name in enumerate(SHORT_HEADER):
         table.add_column(name, justify="right" if index else "left")
     for row in table_rows(record.optimizers):

@@ -19,7 +19,7 @@ from scao_tools.demo.config import DemoOptions, RunConfig, refuse_contradictions
 from scao_tools.demo.outputs import RunFiles, choose_existing, choose_new, prepare, read_json, write_json
 from scao_tools.demo.report import publish, resume_command
 from scao_tools.demo.session import Session, held_out_count, load_session
-from scao_tools.errors import ResumeError
+from scao_tools.errors import ResumeError, ToolError
 from scao_tools.interrupts import StopSignals
 from scao_tools.metrics import MetricsLog, finite, rewrite_metrics
 from scao_tools.models import ModelSource, check_model, quiet_libraries, resolve_model, trainable
@@ -36,8 +36,7 @@ def start(options: DemoOptions, out: Path | None, overwrite: bool, command: str,
     source = resolve_model(options.model)
     quiet_libraries(source)
     check_model(source)
-    with screen.task("Reading the data"):
-        data = load_data(options.data, held_out=held_out_count(options), seed=options.seed)
+    data = _read_data(options, screen)
     device = pick_device()
     config = RunConfig(
         options=options,
@@ -48,10 +47,12 @@ def start(options: DemoOptions, out: Path | None, overwrite: bool, command: str,
         command=command,
         versions=_versions(),
     )
+    # Whatever is wrong with the model or the data shows here, before an earlier run is replaced.
+    session = _load(config, source, data, screen)
     prepare(files, options.optimizers)
     write_json(files.config, config.to_dict())
     screen.say(f"Writing to {files.root}")
-    return _execute(config, files, source, data, screen)
+    return _execute(session, files, screen)
 
 
 def resume(out: Path | None, given: Mapping[str, Any], screen: Screen) -> int:
@@ -69,30 +70,41 @@ def resume(out: Path | None, given: Mapping[str, Any], screen: Screen) -> int:
     source = resolve_model(options.model)
     quiet_libraries(source)
     check_model(source)
-    with screen.task("Reading the data"):
-        data = load_data(options.data, held_out=held_out_count(options), seed=options.seed)
+    data = _read_data(options, screen)
     if data.digest != config.data_digest:
         raise ResumeError(
             f"the data of the run in {files.root} has changed since then (an edited file, or another Python version); "
             "start a new run without --resume"
         )
     screen.say(f"Continuing the run in {files.root}")
-    return _execute(config, files, source, data, screen)
+    return _execute(_load(config, source, data, screen), files, screen)
 
 
-def _execute(config: RunConfig, files: RunFiles, source: ModelSource, data: DataSet, screen: Screen) -> int:
+def _read_data(options: DemoOptions, screen: Screen) -> DataSet:
+    with screen.task("Reading the data"):
+        return load_data(options.data, held_out=held_out_count(options), seed=options.seed)
+
+
+def _load(config: RunConfig, source: ModelSource, data: DataSet, screen: Screen) -> Session:
+    with screen.task("Loading the model"):
+        return load_session(config, source, data)
+
+
+def _execute(session: Session, files: RunFiles, screen: Screen) -> int:
     code = 0
     try:
-        with screen.task("Loading the model"):
-            session = load_session(config, source, data)
         _ensure_base(session, files, screen)
-        for name in config.options.optimizers:
+        for name in session.config.options.optimizers:
             if not files.result(name).is_file():
                 code = OptimizerRun(session, files, name, screen).execute()
             if code:
                 break
     except KeyboardInterrupt:
         code = 130
+    except torch.OutOfMemoryError as error:
+        raise ToolError(
+            "the GPU ran out of memory; start again with a smaller --batch-size, --max-length or --model, or --bits 4"
+        ) from error
     publish(files, screen)
     if code:
         screen.say(f"Interrupted. Continue with: {resume_command(files)}")
@@ -190,9 +202,7 @@ class OptimizerRun:
         left = sum(step not in evaluated for step in trainer.settings.eval_steps)
         with (
             self.screen.training(self._label, steps, left, trainer.steps_done) as view,
-            StopSignals(
-                lambda: self.screen.say("Stopping after this step; press Ctrl-C again to stop at once.")
-            ) as stop,
+            StopSignals() as stop,
         ):
             for event in trainer.run(self.session.batches(), evaluated, stop.requested):
                 self._take(event, trainer, log, view)

@@ -134,6 +134,7 @@ def load_session(config: RunConfig, source: ModelSource, data: DataSet) -> Sessi
         ),
         train=train,
         held_out=held_out,
-        sample_row=data.held_out[0],
+        # The longest prompt of a few tells a reader the most.
+        sample_row=max(data.held_out[:8], key=lambda row: len(row.prompt)),
         initial={name: parameter.detach().clone() for name, parameter in trainable(model).items()},
     )
