@@ -43,31 +43,36 @@ def along_rows(x: Tensor, v: Tensor) -> Tensor:
     return (v @ x.mT).mT
 
 
-def orthonormal_rows(y: Tensor, rounds: int = 1) -> Tensor:
+def orthonormal_rows(y: Tensor, careful: bool = False) -> Tensor:
     """Gram-Schmidt of the rows of (…, ρ, d), in order, as shifted Cholesky QR.
 
     Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices". One
-    round is exact to rounding for rows that are nearly orthogonal, two for any that are not nearly dependent. Never fails: a
-    zero row, and one that depends on those before it up to rounding, comes out as zero.
+    round is exact to rounding for rows that are nearly orthogonal; ``careful`` takes two, in fp64, for rows of any kind. Never
+    fails: a zero row, and one that depends on those before it up to rounding, comes out as zero.
     """
+    if not careful:
+        return _cholesky_qr(y)
+    return _cholesky_qr(_cholesky_qr(y.double(), torch.finfo(y.dtype).eps)).to(y.dtype)
+
+
+def _cholesky_qr(y: Tensor, rounding: float | None = None) -> Tensor:
+    """One round. ``rounding`` is the relative error of the rows; that of their dtype if None."""
     eps = torch.finfo(y.dtype).eps
+    noise = _NOISE_ULPS * (eps if rounding is None else max(rounding**2, eps))
     eye = torch.eye(y.shape[-2], dtype=y.dtype, device=y.device)
     first = torch.zeros_like(eye)
     first[0, 0] = 1
-    for _ in range(rounds):
-        # D = diag(|y_i|);  F Fᵀ = D^-1 y yᵀ D^-1;  y <- F^-1 D^-1 y
-        products = y @ y.mT
-        length = torch.diagonal(products, dim1=-2, dim2=-1).sqrt()
-        scale = torch.where(length > 0, length.reciprocal(), 0)
-        shifted = products * scale[..., None] * scale[..., None, :] + _SHIFT_ULPS * eps * eye
-        factor, failed = torch.linalg.cholesky_ex(shifted)
-        # The square of a pivot is what is left of a unit row beside those before it.
-        sure = torch.diagonal(factor, dim1=-2, dim2=-1).square() > _NOISE_ULPS * eps
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False) * sure[..., None]
-        # Unit or zero rows and a shift are positive definite up to rounding; if they are not, only the first row is sure.
-        inverse = torch.where((failed == 0)[..., None, None], inverse, first)
-        y = (inverse * scale[..., None, :]) @ y
-    return y
+    # D = diag(|y_i|);  F Fᵀ = D^-1 y yᵀ D^-1;  y <- F^-1 D^-1 y
+    products = y @ y.mT
+    length = torch.diagonal(products, dim1=-2, dim2=-1).sqrt()
+    scale = torch.where(length > 0, length.reciprocal(), 0)
+    factor, failed = torch.linalg.cholesky_ex(products * scale[..., None] * scale[..., None, :] + _SHIFT_ULPS * eps * eye)
+    # The square of a pivot is what is left of a unit row beside those before it.
+    sure = torch.diagonal(factor, dim1=-2, dim2=-1).square() > noise
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False) * sure[..., None]
+    # Unit or zero rows and a shift are positive definite up to rounding; if they are not, only the first row is sure.
+    inverse = torch.where((failed == 0)[..., None, None], inverse, first)
+    return (inverse * scale[..., None, :]) @ y
 
 
 def eigenbasis(c: Tensor) -> tuple[Tensor, Tensor]:

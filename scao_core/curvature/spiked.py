@@ -13,7 +13,7 @@ from ..linalg import along_rows, orthonormal_rows
 from .base import Factor, State, damped_root, tiny
 
 _LOST = 1e-6  # chosen: share of a gradient's energy below which a direction holds almost nothing of it
-_EARLY = 0.1  # chosen: weight of one gradient above which a basis is orthonormalized twice
+_EARLY = 0.1  # chosen: weight of one gradient above which a basis is orthonormalized with care
 _START_ROUNDS = 2  # chosen: rounds of subspace iteration on the first gradient
 
 
@@ -40,9 +40,9 @@ class Spiked(Factor):
         # V <- orth(Ωᵀx), then orth(orth(V xᵀ) x): a range finder with smooth rows (discrete cosines) in place of random ones
         columns = torch.arange(self.samples, dtype=x.dtype, device=x.device)
         rows = torch.arange(self.rank, dtype=x.dtype, device=x.device)[:, None]
-        basis = orthonormal_rows(torch.cos(math.pi / self.samples * (columns + 0.5) * rows) @ x, rounds=2)
+        basis = orthonormal_rows(torch.cos(math.pi / self.samples * (columns + 0.5) * rows) @ x, careful=True)
         for _ in range(_START_ROUNDS):
-            basis = orthonormal_rows(orthonormal_rows(along_rows(x, basis).mT, rounds=2) @ x, rounds=2)
+            basis = orthonormal_rows(orthonormal_rows(along_rows(x, basis).mT, careful=True) @ x, careful=True)
         return {**state, "basis": basis}
 
     def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
@@ -77,7 +77,7 @@ class Spiked(Factor):
     def follow(self, state: State, drawn: Tensor, rate: float) -> Tensor:
         """orth((1 - rate) V + rate · drawn): V where nothing new came, turned towards what did."""
         # Early on, when one gradient weighs much, the rows may turn far enough to be nearly dependent.
-        return orthonormal_rows(state["basis"].lerp(drawn, rate), rounds=2 if rate > _EARLY else 1)
+        return orthonormal_rows(state["basis"].lerp(drawn, rate), careful=rate > _EARLY)
 
     def mean(self, state: State) -> Tensor:
         return (state["energy"].sum(-1) + (self.dim - self.rank) * state["tail"]) / self.dim
