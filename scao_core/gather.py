@@ -67,20 +67,19 @@ def peaks(grads: list[Tensor], units: Iterable[int]) -> list[list[float]]:
     One transfer per device and dtype.
     """
     result: list[list[float]] = [[0.0] * count for count in units]
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for i, grad in enumerate(grads):
         if grad.numel():
-            alike.setdefault((grad.device, grad.dtype), []).append(i)
-    for members in alike.values():
-        bounds = [_bounds(grads[i], len(result[i])) for i in members]
-        low, high = (torch.cat(ends) for ends in zip(*bounds, strict=True))
+            alike.setdefault((grad.device, grad.dtype, len(result[i]) > 1), []).append(i)
+    for (_, _, several), members in alike.items():
+        # Two passes of these are faster than one of torch.aminmax (measured on one CPU).
+        if several:
+            rows = [grads[i].reshape(len(result[i]), -1) for i in members]
+            low, high = torch.cat([r.amin(-1) for r in rows]), torch.cat([r.amax(-1) for r in rows])
+        else:
+            low = torch.stack([grads[i].amin() for i in members])
+            high = torch.stack([grads[i].amax() for i in members])
         values = iter(torch.maximum(high, -low).double().tolist())
         for i in members:
             result[i] = [next(values) for _ in result[i]]
     return result
-
-
-def _bounds(grad: Tensor, units: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest entry (units); one pass, and a NaN anywhere gives NaN."""
-    low, high = torch.aminmax(grad.reshape(units, -1), dim=1) if units > 1 else torch.aminmax(grad)
-    return low.reshape(-1), high.reshape(-1)

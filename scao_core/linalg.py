@@ -66,7 +66,9 @@ def _cholesky_qr(y: Tensor, rounding: float | None = None) -> Tensor:
     products = y @ y.mT
     length = torch.diagonal(products, dim1=-2, dim2=-1).sqrt()
     scale = torch.where(length > 0, length.reciprocal(), 0)
-    factor, failed = torch.linalg.cholesky_ex(products * scale[..., None] * scale[..., None, :] + _SHIFT_ULPS * eps * eye)
+    factor, failed = torch.linalg.cholesky_ex(
+        products * scale[..., None] * scale[..., None, :] + _SHIFT_ULPS * eps * eye
+    )
     # The square of a pivot is what is left of a unit row beside those before it.
     sure = torch.diagonal(factor, dim1=-2, dim2=-1).square() > noise
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False) * sure[..., None]

@@ -19,7 +19,7 @@ from .errors import ConfigError, NonFiniteGradientError
 from .refresh import Tally, Turns, assign_turns, refresh
 from .reporting import ReportingOptimizer
 from .telemetry import StepReport, Telemetry
-from .update import apply_, decay_, limited_, momentum_, scaled
+from .update import apply_, decay_, limited_
 
 
 class SCAO(ReportingOptimizer):
@@ -226,16 +226,16 @@ class SCAO(ReportingOptimizer):
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"])
         state = stacks.load(units)
-        grad = scaled(stacks.stack([u.grad for u in units]), state.pop("scale"), group["maximize"], stacks.cut(units))
         # M <- b M + (1-b) G
-        average = momentum_(state.pop("exp_avg"), grad, rate(context.betas[0], t))
-        grad, m = stacks.orient(grad, job.plan), stacks.orient(average, job.plan)
+        grad = stacks.gradients(units, state.pop("scale"))
+        m = stacks.momentum(units, grad, rate(context.betas[0], t))
+        grad, m = stacks.orient(grad, job.plan), stacks.orient(m, job.plan)
         # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
         changed, direction = engine.direction(state, grad, m, job.plan.sides, context)
         noise = [u.seed for u in units] if group["stochastic_rounding"] else None
         moved = stacks.orient(limited_(direction) if job.plan.is_matrix else direction, job.plan)
         apply_([u.param for u in units], moved, float(group["lr"]), group["weight_decay"], noise)
-        stacks.store(units, {**changed, "exp_avg": average})
+        stacks.store(units, changed)
         return sum(context.failed)
 
     def _schedule(self) -> list[list[Turns]]:

@@ -68,7 +68,7 @@ def refresh(units: Sequence[Unit]) -> Tally:
             if not isinstance(factor, Refreshed):
                 continue
             if RUNTIMES[group["runtime"]].due(unit.t, unit.turns[side], group["refresh_every"]):
-                key = (id(group), side, unit.job.plan, unit.job.param.device)
+                key = (id(group), side, id(unit.job.plan), unit.job.param.device)
                 due.setdefault(key, (side, []))[1].append(unit)
     tally = Tally()
     for side, members in due.values():

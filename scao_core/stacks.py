@@ -20,7 +20,7 @@ from .curvature import Refreshed, State
 from .engines import PREFIXES
 from .errors import ConfigError
 from .plan import Plan
-from .update import LARGEST
+from .update import LARGEST, momentum_, scaled
 
 # Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache;
 # on an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not
@@ -102,15 +102,16 @@ def advance(job: Job) -> list[Unit]:
 
     A unit whose gradient is exactly zero keeps its state and its counter. The first gradient fixes the unit's scale.
     """
-    counts = [int(t) for t in job.state["step"].reshape(-1).tolist()]
+    step = job.state["step"]
+    counts = [int(t) for t in (step.tolist() if step.dim() else [step.item()])]
     active = [e for e, peak in enumerate(job.peaks) if peak > 0]
     if not active:
         return []
     _set_scale(job, [e for e in active if counts[e] == 0])
-    if len(active) == len(counts):
-        job.state["step"].add_(1)
+    if step.dim():
+        step[active] += 1
     else:
-        job.state["step"].view(-1)[active] += 1
+        step.fill_(counts[0] + 1)
     return [_unit(job, e, counts[e] + 1) for e in active]
 
 
@@ -137,12 +138,13 @@ def cut(units: list[Unit]) -> bool:
 
 
 def _unit(job: Job, e: int, t: int) -> Unit:
-    plan = job.plan
-    grad = job.grad.reshape(plan.batch + plan.matrix)
+    plan, grad = job.plan, job.grad
     state = {key: value for key, value in job.state.items() if key != "step"}
-    # What has the parameter's shape is seen as the matrix; Adam's second moment too, not that of a rotated basis.
-    for key in ("exp_avg",) if plan.is_matrix else ("exp_avg", "exp_avg_sq"):
-        state[key] = state[key].view(plan.batch + plan.matrix)
+    if plan.shape != plan.batch + plan.matrix:
+        # What has the parameter's shape is seen as the matrix; Adam's second moment too, not that of a rotated basis.
+        grad = grad.reshape(plan.batch + plan.matrix)
+        for key in ("exp_avg",) if plan.is_matrix else ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].view(plan.batch + plan.matrix)
     if not plan.batch:
         return Unit(job, job.param, grad, state, t, job.turns[0] if job.turns else ())
     state = {key: value[e] for key, value in state.items()}
@@ -154,7 +156,7 @@ def stacks(units: Iterable[Unit]) -> Iterator[list[Unit]]:
     equal: dict[tuple[object, ...], list[Unit]] = {}
     for unit in units:
         job = unit.job
-        key = (id(job.group), job.plan.matrix, job.plan, unit.t, job.param.dtype, job.param.device, job.grad.dtype)
+        key = (id(job.group), id(job.plan), unit.t, job.param.dtype, job.param.device, job.grad.dtype)
         equal.setdefault(key, []).append(unit)
     for group in equal.values():
         job = group[0].job
@@ -188,17 +190,33 @@ def stack(tensors: list[Tensor]) -> Tensor:
 
 
 def load(units: list[Unit]) -> State:
-    """The stacked state; the momentum in the compute dtype, a view of the parameter's own where there is only one."""
-    state = {key: stack([u.state[key] for u in units]) for key in units[0].state if not key.endswith("failures")}
-    state["exp_avg"] = state["exp_avg"].to(units[0].job.plan.compute)
-    return state
+    """The stacked state without momentum and counters."""
+    keys = [key for key in units[0].state if key != "exp_avg" and not key.endswith("failures")]
+    return {key: stack([u.state[key] for u in units]) for key in keys}
+
+
+def gradients(units: list[Unit], scale: Tensor) -> Tensor:
+    """The stacked gradients in units of their scale (N), in the compute dtype; new memory."""
+    grad = stack([u.grad for u in units])
+    return scaled(grad, scale, own=len(units) > 1, negate=units[0].job.group["maximize"], cut=cut(units))
+
+
+def momentum(units: list[Unit], grad: Tensor, rate: float) -> Tensor:
+    """M <- (1 - rate) M + rate G in the state, and M stacked, in the compute dtype."""
+    averages = [u.state["exp_avg"] for u in units]
+    if averages[0].dtype == grad.dtype:
+        momentum_(averages, grad, rate)
+        return stack(averages)
+    exact = stack(averages).to(grad.dtype)
+    momentum_([exact], grad.unsqueeze(0), rate)
+    torch._foreach_copy_(averages, list(exact.unbind(0)))
+    return exact
 
 
 def store(units: list[Unit], changed: State) -> None:
-    """Write changed entries of the stacked state back; what is a view of the parameter's own needs no copy."""
+    """Write changed entries of the stacked state back."""
     for key, value in changed.items():
-        if len(units) > 1 or value.data_ptr() != units[0].state[key].data_ptr():
-            torch._foreach_copy_([u.state[key] for u in units], list(value.unbind(0)))
+        torch._foreach_copy_([u.state[key] for u in units], list(value.unbind(0)))
 
 
 def orient(x: Tensor, plan: Plan) -> Tensor:

@@ -17,23 +17,25 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
 
 
-def scaled(grad: Tensor, scale: Tensor, negate: bool = False, cut: bool = True) -> Tensor:
-    """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``; new memory.
+def scaled(grad: Tensor, scale: Tensor, *, own: bool = False, negate: bool = False, cut: bool = True) -> Tensor:
+    """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``.
 
     ``scale`` is a power of two: the division is exact, and every rule sees numbers near one, whatever the loss scale.
 
     Args:
+        own: ``grad`` was allocated for this and may be overwritten; else the result is new memory.
         negate: for maximization.
         cut: limit entries to 2^50.
     """
     factor = scale.reciprocal().reshape(-1, *[1] * (grad.dim() - 1))
-    result = grad * (-factor if negate else factor)
+    factor = -factor if negate else factor
+    result = grad.mul_(factor) if own and grad.dtype == factor.dtype else grad * factor
     return result.clamp_(-LARGEST, LARGEST) if cut else result
 
 
-def momentum_(average: Tensor, grad: Tensor, rate: float) -> Tensor:
+def momentum_(averages: list[Tensor], grad: Tensor, rate: float) -> None:
     """M <- (1 - rate) M + rate G, in place; with the unbiased rate this is Adam's momentum after its bias correction."""
-    return average.lerp_(grad, rate)
+    torch._foreach_lerp_(averages, list(grad.unbind(0)), rate)
 
 
 def limited_(direction: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def demo(
     ctx: typer.Context,
     *,
     steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 30,
-    lr: Annotated[float, typer.Option(help="Peak learning rate, the same for every optimizer.")] = 4e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate, the same for every optimizer.")] = 2e-3,
     optimizers: Annotated[str, typer.Option(help="Comma-separated list.")] = "adamw,scao",
     seed: Annotated[int, typer.Option(help="Seeds the split, the order, and the initial adapters.")] = 0,
     out: Annotated[

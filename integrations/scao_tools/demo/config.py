@@ -25,7 +25,7 @@ class DemoOptions:
     """The options of the command, checked. Everything that can change a result is here."""
 
     steps: int = 30
-    lr: float = 4e-3
+    lr: float = 2e-3
     optimizers: tuple[str, ...] = ("adamw", "scao")
     seed: int = 0
     model: str = "smollm2-135m"
