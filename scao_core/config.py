@@ -19,6 +19,7 @@ ENGINES = ("kl", "soap", "spectral")
 FACTOR_NAMES = ("dense", "spiked", "blocked", "diagonal")
 RUNTIME_NAMES = ("staggered", "inline")
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
+NORM_RULES = ("decrease", "none")
 NONFINITE = ("skip", "raise")
 
 
@@ -185,6 +186,9 @@ class Options:
         "staggered", choice(*RUNTIME_NAMES), "When refreshes run: spread over steps, or all at once."
     )
     damping: float = _option(1e-3, number(0.0), "Added to eigenvalues, relative to their mean.")
+    norm_rule: str = _option(
+        "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
+    )
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )

@@ -47,6 +47,8 @@ class SCAO(ReportingOptimizer):
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
+        norm_rule: ``"decrease"`` gives a step of the KL rule the first-order decrease of Adam's, so that Adam's learning rate
+            carries over; ``"none"`` leaves it as whitened.
         curvature_beta: decay of the factors; None: ``betas[1]``.
         momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
         stochastic_rounding: round bf16 parameters at random, without bias, when they are written.
@@ -84,6 +86,7 @@ class SCAO(ReportingOptimizer):
         refresh_every: int = 10,
         runtime: str = "staggered",
         damping: float = 1e-3,
+        norm_rule: str = "decrease",
         curvature_beta: float | None = None,
         momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
@@ -224,7 +227,7 @@ class SCAO(ReportingOptimizer):
         job, t = units[0].job, units[0].t
         group, engine = job.group, ENGINES[job.plan.engine]
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
-        context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"])
+        context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
         state = stacks.load(units)
         # M <- b M + (1-b) G
         grad = stacks.gradients(units, state.pop("scale"))

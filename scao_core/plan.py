@@ -213,5 +213,5 @@ def _in_fp32(candidate: Plan) -> int:
 
 def _counters(candidate: Plan) -> int:
     """Bytes of the per-matrix counters, which the budget does not count."""
-    scalars = ("step", "scale", PREFIXES[0] + "failures", PREFIXES[1] + "failures")
+    scalars = ("step", "scale", "gain", PREFIXES[0] + "failures", PREFIXES[1] + "failures")
     return 4 * sum(math.prod(candidate.batch) for key, _ in candidate.slots if key in scalars)

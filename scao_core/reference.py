@@ -56,6 +56,11 @@ def inverse_root(kind: Kind, s: State, d: int, damping: float, unit: bool = Fals
     return root
 
 
+def second_moments(kind: Kind, s: State, d: int) -> Tensor:
+    """diag(C) (d) of what has been accumulated."""
+    return torch.diag(block_diagonal(split(s["cov"])))[:d] if "cov" in s else torch.diag(model(kind, s, d))
+
+
 def gram_schmidt(y: Tensor) -> Tensor:
     """Orthonormal rows, in order."""
     rows: list[Tensor] = []
@@ -124,7 +129,7 @@ def step(
 
     Args:
         refresh: whether the left and the right basis are recomputed at the end of this step.
-        o: lr, betas, eps, weight_decay, damping, curvature_beta and engine, by name.
+        o: lr, betas, eps, weight_decay, damping, curvature_beta, norm_rule and engine, by name.
     """
     r, n = p.shape
     ls = {k[5:]: v for k, v in state.items() if k.startswith("left_")}
@@ -149,6 +154,16 @@ def step(
         new_r = accumulate(right, rs, w @ g, b3)
         new_l = accumulate(left, ls, (g @ inverse_root(right, rs, n, o["damping"])).T, b3)
         u = inverse_root(left, ls, r, o["damping"], unit=True) @ m @ inverse_root(right, rs, n, o["damping"])
+        if t == 1:
+            state["gain"] = torch.ones_like(state["gain"])
+        elif o["norm_rule"] == "decrease" and (t <= 8 or t % 4 == 0):
+            # the decrease <M, U> of the loss to first order becomes that of Adam with factored second moments
+            v = (
+                torch.outer(second_moments(left, ls, r), second_moments(right, rs, n))
+                / second_moments(left, ls, r).mean()
+            )
+            state["gain"] = ((m * m / v.sqrt()).sum() / (m * u).sum()).clamp(0.5, 8)
+        u = state["gain"] * u
     elif o["engine"] == "soap":
         wl, wr = frame(left, ls, r), frame(right, rs, n)
         v = state["exp_avg_sq"] = b2 * state["exp_avg_sq"] + (1 - b2) * (wl.T @ g @ wr) ** 2

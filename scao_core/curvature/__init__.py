@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Factor, Refreshed, State
+from .base import Factor, Refreshed, State, tiny
 from .blocked import Blocked
 from .dense import Dense
 from .diagonal import Diagonal
@@ -10,4 +10,4 @@ from .spiked import Spiked
 
 FACTORS: dict[str, type[Factor]] = {cls.name: cls for cls in (Dense, Spiked, Blocked, Diagonal)}
 
-__all__ = ["FACTORS", "Blocked", "Dense", "Diagonal", "Factor", "Refreshed", "Spiked", "State"]
+__all__ = ["FACTORS", "Blocked", "Dense", "Diagonal", "Factor", "Refreshed", "Spiked", "State", "tiny"]

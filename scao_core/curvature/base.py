@@ -62,6 +62,10 @@ class Factor(ABC):
         """Mean eigenvalue of C (…)."""
 
     @abstractmethod
+    def diagonal(self, state: State) -> Tensor:
+        """diag(C) (…, d): the second moment of each coordinate."""
+
+    @abstractmethod
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
         """x (C + damping · mean(C) · I)^-1/2 for (…, k, d); with ``unit``, C is first divided by its mean eigenvalue."""
 

@@ -65,6 +65,9 @@ class Blocked(Refreshed):
     def mean(self, state: State) -> Tensor:
         return torch.diagonal(state["cov"], dim1=-2, dim2=-1).sum((-2, -1)) / self.dim
 
+    def diagonal(self, state: State) -> Tensor:
+        return torch.diagonal(state["cov"], dim1=-2, dim2=-1).flatten(-2)[..., : self.dim]
+
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
         basis = state["basis"]
         # The damping follows the mean of the whole side: a block that has had no gradient has no mean of its own.

@@ -42,6 +42,9 @@ class Dense(Refreshed):
     def mean(self, state: State) -> Tensor:
         return torch.diagonal(state["cov"], dim1=-2, dim2=-1).mean(-1)
 
+    def diagonal(self, state: State) -> Tensor:
+        return torch.diagonal(state["cov"], dim1=-2, dim2=-1)
+
     def root(self, state: State, damping: float, unit: bool = False) -> Tensor:
         """(C + δ mean)^-1/2 = Q (Λ + δ mean)^-1/2 Qᵀ (…, d, d)."""
         basis = state["basis"]

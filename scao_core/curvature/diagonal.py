@@ -26,6 +26,9 @@ class Diagonal(Factor):
     def mean(self, state: State) -> Tensor:
         return state["energy"].mean(-1)
 
+    def diagonal(self, state: State) -> Tensor:
+        return state["energy"]
+
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
         return x * damped_root(state["energy"], self.mean(state), damping, unit)[..., None, :]
 

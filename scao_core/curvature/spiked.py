@@ -82,6 +82,10 @@ class Spiked(Factor):
     def mean(self, state: State) -> Tensor:
         return (state["energy"].sum(-1) + (self.dim - self.rank) * state["tail"]) / self.dim
 
+    def diagonal(self, state: State) -> Tensor:
+        tail = state["tail"][..., None]
+        return tail + ((state["energy"] - tail)[..., None, :] @ state["basis"].square()).squeeze(-2)
+
     def roots(self, state: State, damping: float, unit: bool = False) -> tuple[Tensor, Tensor]:
         """(τ + δ mean)^-1/2 (…, 1, 1), and what the directions have beyond it: (μ + δ mean)^-1/2 minus that (…, 1, ρ)."""
         eigenvalues = torch.cat([state["energy"], state["tail"][..., None]], dim=-1)

@@ -26,6 +26,7 @@ class Context:
         curvature_beta: decay of the factors.
         eps: added to square roots; gradients arrive divided by the size of the first one, so it is relative to that.
         damping: relative to a factor's mean eigenvalue.
+        norm_rule: ``"decrease"`` or ``"none"``, for rules that know it.
         failed: numbers of decompositions that failed in this step; rules append to it.
     """
 
@@ -34,6 +35,7 @@ class Context:
     curvature_beta: float
     eps: float
     damping: float
+    norm_rule: str = "none"
     failed: list[int] = field(default_factory=list)
 
 

@@ -14,15 +14,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..curvature import Dense, Spiked, State
+from ..curvature import Dense, Spiked, State, tiny
 from ..linalg import along_rows, gram, times
 from .base import PREFIXES, Context, Engine, Sides, first_direction, join, rate, split
 
+# The gain is measured at each of the first steps and then at every few: it moves slowly (both chosen).
+_GAIN_FIRST, _GAIN_EVERY = 8, 4
+_GAIN_RANGE = (0.5, 8.0)  # chosen
+
 
 class KL(Engine):
-    """U = L^-1/2 M R^-1/2. L has mean eigenvalue 1 where it is used, so R alone carries the size of the gradient."""
+    """U = α L^-1/2 M R^-1/2. L has mean eigenvalue 1 where it is used, so R alone carries the size of the gradient.
+
+    Whitening takes the energy out of the dominant directions, in which most of the loss would fall, so a step of the
+    same size as Adam's does less at the same learning rate. With ``norm_rule="decrease"`` α makes up for it: the
+    decrease of the loss to first order, ⟨M, U⟩, is that of Adam's step with factored second moments, M / √(diag(L)
+    diag(R)ᵀ).
+    """
 
     name: ClassVar[str] = "kl"
+
+    def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
+        return {"gain": ()}
 
     def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
         left, right = sides
@@ -31,17 +44,37 @@ class KL(Engine):
         if first:
             lhs, rhs = left.start(lhs, g.mT), right.start(rhs, g)
         if isinstance(left, Dense) and isinstance(right, Spiked):
-            lhs, rhs, u = thin((left, right), (lhs, rhs), g, m, context)
+            lhs, rhs, gain, u = thin((left, right), (lhs, rhs), state["gain"], g, m, context)
         else:
-            lhs, rhs, u = general(sides, (lhs, rhs), g, m, context)
+            lhs, rhs, gain, u = general(sides, (lhs, rhs), state["gain"], g, m, context)
         if first:
             u = first_direction(g, context.eps)
-        return {**join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
+        return {"gain": gain, **join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
 
 
-def general(
-    sides: Sides, states: Sequence[State], g: Tensor, m: Tensor, context: Context
-) -> tuple[State, State, Tensor]:
+Stepped = tuple[State, State, Tensor, Tensor]
+"""Both factors' states after the step, α and U."""
+
+
+def gain_due(context: Context) -> bool:
+    """Whether α is measured in this step."""
+    return context.norm_rule == "decrease" and (context.t <= _GAIN_FIRST or context.t % _GAIN_EVERY == 0)
+
+
+def gain_of(m: Tensor, decrease: Tensor, sides: Sides, states: Sequence[State]) -> Tensor:
+    """α (…): ⟨M, M / √(l rᵀ)⟩ / ⟨M, U⟩, with l and r the diagonals of both factors, L of mean eigenvalue 1.
+
+    Args:
+        decrease: ⟨M, U⟩ (…) of the step without gain.
+    """
+    (left, right), (lhs, rhs) = sides, states
+    rows = (left.diagonal(lhs) / left.mean(lhs)[..., None]).clamp_min(tiny(m)).rsqrt()
+    columns = right.diagonal(rhs).clamp_min(tiny(m)).rsqrt()
+    adam = (rows * (m.square() @ columns[..., None]).squeeze(-1)).sum(-1)
+    return torch.where(decrease > 0, adam / decrease, 1.0).clamp(*_GAIN_RANGE)
+
+
+def general(sides: Sides, states: Sequence[State], gain: Tensor, g: Tensor, m: Tensor, context: Context) -> Stepped:
     """The rule for any two factors. At the first gradient L is taken for the identity."""
     (left, right), (lhs, rhs), damping = sides, states, context.damping
     decay = rate(context.curvature_beta, context.t)
@@ -50,14 +83,18 @@ def general(
     rhs, rhs_next = right.accumulate(rhs, white, decay)
     # L <- b L + (1-b) G R^-1 Gᵀ / n
     lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay)
-    # U = L^-1/2 M R^-1/2
+    # U = α L^-1/2 M R^-1/2
     u = right.whiten(rhs, left.whiten(lhs, m.mT, damping, unit=True).mT, damping)
-    return lhs | lhs_next, rhs | rhs_next, u
+    if context.t == 1:
+        gain = torch.ones_like(gain)
+    elif gain_due(context):
+        gain = gain_of(m, (m * u).sum((-2, -1)), sides, (lhs, rhs))
+    return lhs | lhs_next, rhs | rhs_next, gain, u * gain[..., None, None]
 
 
 def thin(
-    sides: tuple[Dense, Spiked], states: Sequence[State], g: Tensor, m: Tensor, context: Context
-) -> tuple[State, State, Tensor]:
+    sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, g: Tensor, m: Tensor, context: Context
+) -> Stepped:
     """The same for dense × spiked, without ever forming a whitened matrix: what is r × n is read, and only U is written.
 
     All that the two factors need of G are G Gᵀ (r × r) and G Vᵀ (r × ρ).
@@ -76,11 +113,20 @@ def thin(
     weights = right.pull(rhs, white, norms)
     turned = right.follow(rhs, times(g.mT, weights if context.t == 1 else w @ weights).mT, decay)
     # L <- b L + (1-b) G R^-1 Gᵀ / n, with R^-1 = τ^-1 I + Vᵀ diag(μ^-1 - τ^-1) V
-    tail, gain = right.roots(rhs, damping)
-    lhs = left.accumulate_gram(lhs, tail.square() * products + (along * (gain * (gain + 2 * tail))) @ along.mT, decay)
-    # U = W (τ^-1/2 M + (M Vᵀ) diag(μ^-1/2 - τ^-1/2) V)
+    tail, spread = right.roots(rhs, damping)
+    lhs = left.accumulate_gram(
+        lhs, tail.square() * products + (along * (spread * (spread + 2 * tail))) @ along.mT, decay
+    )
+    # U = α (P M + A V), P = τ^-1/2 W, A = W M Vᵀ diag(μ^-1/2 - τ^-1/2)
     w = left.root(lhs, damping, unit=True)
-    return lhs, {**rhs, "basis": turned}, low_rank_sum(tail * w, m, w @ (along_rows(m, basis) * gain), basis)
+    coordinates = along_rows(m, basis)
+    p, a = tail * w, w @ (coordinates * spread)
+    if context.t == 1:
+        gain = torch.ones_like(gain)
+    elif gain_due(context):
+        gain = gain_of(m, (p * gram(m)).sum((-2, -1)) + (a * coordinates).sum((-2, -1)), sides, (lhs, rhs))
+    alpha = gain[..., None, None]
+    return lhs, {**rhs, "basis": turned}, gain, low_rank_sum(alpha * p, m, alpha * a, basis)
 
 
 def low_rank_sum(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:

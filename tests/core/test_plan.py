@@ -64,8 +64,8 @@ def test_bytes_on_the_lora_matrices_of_qwen(momentum, limit):
     "shape", [s for s in SHAPES if math.prod(s)] + [s for s, _ in QWEN] + [(4096, 4096), (1000, 20)]
 )
 def test_never_more_than_adamw(shape):
-    """AdamW keeps 8 bytes a parameter and a step counter; ours are up to four scalars a matrix."""
-    scalars = 16 * (shape[0] if len(shape) == 3 else 1)
+    """AdamW keeps 8 bytes a parameter and a step counter; ours are up to five scalars a matrix."""
+    scalars = 20 * (shape[0] if len(shape) == 3 else 1)
     assert planned(shape).bytes <= 8 * math.prod(shape) + scalars
 
 
@@ -75,7 +75,7 @@ def test_a_budget_is_kept_by_the_factors(budget):
     for shape in SHAPES:
         p = planned(shape, bytes_per_param=budget)
         if p.is_matrix:
-            assert p.bytes <= budget * math.prod(shape) + 16 * math.prod(p.batch)
+            assert p.bytes <= budget * math.prod(shape) + 20 * math.prod(p.batch)
 
 
 def test_choices():

@@ -51,7 +51,7 @@ def run_both(shape, steps=24, seed=0, **options):
     turns = optimizer._schedule()[0][0][0]
     slow = start.T.clone() if plan.transposed else start.clone()
     state, names = None, optimizer.param_groups[0]
-    o = {k: names[k] for k in ("lr", "betas", "eps", "weight_decay", "damping", "engine")}
+    o = {k: names[k] for k in ("lr", "betas", "eps", "weight_decay", "damping", "norm_rule", "engine")}
     o["curvature_beta"] = names["betas"][1] if names["curvature_beta"] is None else names["curvature_beta"]
     for g in gradients(shape, steps, seed):
         fast.grad = g.clone()
