@@ -27,20 +27,77 @@ def times(x: Tensor, p: Tensor) -> Tensor:
     return (p.mT @ x.mT).mT
 
 
-def gram(x: Tensor) -> Tensor:
+Matrices = Tensor | list[Tensor]
+"""A stack (…, r, n), or a list of N matrices (r, n) that lie apart: what is only read need not be copied into a stack. Results
+are stacks."""
+
+
+def gram(x: Matrices) -> Tensor:
     """x xᵀ (…, r, r) for (…, r, n)."""
+    if isinstance(x, list):
+        out = x[0].new_empty(len(x), x[0].shape[0], x[0].shape[0])
+        for one, target in zip(x, out, strict=True):
+            for rows in _row_blocks(one):
+                torch.mm(one[rows], one.T, out=target[rows])
+        return out
+    blocks = _row_blocks(x)
+    return x @ x.mT if len(blocks) == 1 else torch.cat([x[..., rows, :] @ x.mT for rows in blocks], dim=-2)
+
+
+def _row_blocks(x: Tensor) -> list[slice]:
     rows = x.shape[-2]
     if x.device.type != "cpu" or x.stride(-1) != 1 or not _GRAM_ROWS < rows <= 4 * _GRAM_ROWS:
-        return x @ x.mT
-    return torch.cat([x[..., i : i + _GRAM_ROWS, :] @ x.mT for i in range(0, rows, _GRAM_ROWS)], dim=-2)
+        return [slice(0, rows)]
+    return [slice(i, i + _GRAM_ROWS) for i in range(0, rows, _GRAM_ROWS)]
 
 
-def along_rows(x: Tensor, v: Tensor) -> Tensor:
+def along_rows(x: Matrices, v: Tensor) -> Tensor:
     """x vᵀ (…, r, ρ) for (…, r, n) and (…, ρ, n) with few rows ρ.
 
     As (v xᵀ)ᵀ: with the fewer rows first the product is several times faster on a CPU.
     """
+    if isinstance(x, list):
+        out = v.new_empty(len(x), v.shape[-2], x[0].shape[0])
+        for one, directions, target in zip(x, v, out, strict=True):
+            torch.mm(directions, one.T, out=target)
+        return out.mT
     return (v @ x.mT).mT
+
+
+def weighted_rows(x: Matrices, w: Tensor) -> Tensor:
+    """wᵀ x (…, ρ, n) for (…, r, n) and weights (…, r, ρ)."""
+    if not isinstance(x, list):
+        return times(x.mT, w).mT
+    out = w.new_empty(len(x), w.shape[-1], x[0].shape[1])
+    for one, weights, target in zip(x, w, out, strict=True):
+        if one.stride(-1) == 1:
+            torch.mm(weights.T, one, out=target)
+        else:
+            target.copy_((one.T @ weights).T)
+    return out
+
+
+def low_rank_sum(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Matrices:
+    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X; a list for a list."""
+    if isinstance(x, list):
+        return [low_rank_sum_one(*parts) for parts in zip(p, x, a, v, strict=True)]
+    if x.stride(-1) == 1:
+        return (p @ x).baddbmm_(a, v)
+    return (x.mT @ p.mT).baddbmm_(v.mT, a.mT).mT
+
+
+def low_rank_sum_one(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """The same for one matrix."""
+    if x.stride(-1) == 1:
+        return torch.mm(p, x).addmm_(a, v)
+    return torch.mm(x.T, p.T).addmm_(v.T, a.T).T
+
+
+def weighted_squares(x: Matrices, w: Tensor) -> Tensor:
+    """Σ_j w_j x_ij² (…, r) for (…, r, n) and weights (…, n)."""
+    if isinstance(x, list):
+        return torch.stack([one.square() @ weights for one, weights in zip(x, w, strict=True)])
+    return (x.square() @ w[..., None]).squeeze(-1)
 
 
 def orthonormal_rows(y: Tensor, careful: bool = False) -> Tensor:

@@ -230,14 +230,15 @@ class SCAO(ReportingOptimizer):
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
         state = stacks.load(units)
         # M <- b M + (1-b) G
-        grad = stacks.gradients(units, state.pop("scale"))
-        m = stacks.momentum(units, grad, rate(context.betas[0], t))
-        grad, m = stacks.orient(grad, job.plan), stacks.orient(m, job.plan)
+        views = engine.reads_views(job.plan.sides) and t > 1
+        batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t), views)
         # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
-        changed, direction = engine.direction(state, grad, m, job.plan.sides, context)
+        changed, direction = engine.direction(state, batch, job.plan.sides, context)
+        updates = [stacks.orient(u, job.plan) for u in direction]
+        if job.plan.is_matrix:
+            limited_(updates)
         noise = [u.seed for u in units] if group["stochastic_rounding"] else None
-        moved = stacks.orient(limited_(direction) if job.plan.is_matrix else direction, job.plan)
-        apply_([u.param for u in units], moved, float(group["lr"]), group["weight_decay"], noise)
+        apply_([u.param for u in units], updates, float(group["lr"]), group["weight_decay"], noise)
         stacks.store(units, changed)
         return sum(context.failed)
 

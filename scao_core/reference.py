@@ -138,9 +138,9 @@ def step(
     t = int(state["step"])
     if t == 1:
         state["scale"] = 2.0 ** torch.floor(torch.log2(g.abs().max()))
-    g = g / state["scale"]
     b1, b2, b3 = (b * (1 - b ** (t - 1)) / (1 - b**t) for b in (*o["betas"], o["curvature_beta"]))
-    m = state["exp_avg"] = b1 * state["exp_avg"] + (1 - b1) * g
+    state["exp_avg"] = b1 * state["exp_avg"] + (1 - b1) * g
+    g, m = g / state["scale"], state["exp_avg"] / state["scale"]
     new_l: State = {}
     new_r: State = {}
     if t == 1 and o["engine"] in ("kl", "soap"):

@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from .curvature import Refreshed, State
-from .engines import PREFIXES
+from .engines import PREFIXES, Batch
 from .errors import ConfigError
 from .plan import Plan
-from .update import LARGEST, momentum_, scaled
+from .update import LARGEST, momentum_
 
 # Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache;
 # on an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not
 # measured).
-_PIECE = {"cpu": 2**20}
+_PIECE = {"cpu": 2**22}
 _PIECE_ELSEWHERE = 2**25
+# Gradients and scales between the reciprocal and this may be squared and summed as they are (chosen: its square times a
+# sum of 10^7 elements stays far inside fp32).
+_MODERATE = 2.0**25
 
 
 @dataclass(slots=True)
@@ -127,16 +130,6 @@ def _set_scale(job: Job, first: list[int]) -> None:
         flat[first] = torch.tensor(powers, dtype=flat.dtype, device=flat.device)
 
 
-def cut(units: list[Unit]) -> bool:
-    """Whether a gradient may be so much larger than the first one that it must be cut off.
-
-    On a CPU the scale can be read at no cost, which saves a pass over the gradients; elsewhere the pass is cheaper.
-    """
-    if units[0].param.device.type != "cpu":
-        return True
-    return any(max(u.job.peaks) > LARGEST * u.state["scale"].item() for u in units)
-
-
 def _unit(job: Job, e: int, t: int) -> Unit:
     plan, grad = job.plan, job.grad
     state = {key: value for key, value in job.state.items() if key != "step"}
@@ -195,22 +188,44 @@ def load(units: list[Unit]) -> State:
     return {key: stack([u.state[key] for u in units]) for key in keys}
 
 
-def gradients(units: list[Unit], scale: Tensor) -> Tensor:
-    """The stacked gradients in units of their scale (N), in the compute dtype; new memory."""
-    grad = stack([u.grad for u in units])
-    return scaled(grad, scale, own=len(units) > 1, negate=units[0].job.group["maximize"], cut=cut(units))
+def take_in(units: list[Unit], scale: Tensor, rate: float, views: bool) -> Batch:
+    """M <- (1 - rate) M + rate G in the state, and both as a batch.
 
-
-def momentum(units: list[Unit], grad: Tensor, rate: float) -> Tensor:
-    """M <- (1 - rate) M + rate G in the state, and M stacked, in the compute dtype."""
+    Args:
+        scale: (N).
+        views: whether the rule can read the matrices where they lie. It may, on a CPU, if their squares are of a size
+            that neither
+            overflows nor vanishes; elsewhere launches count, and a stack is better.
+    """
+    job = units[0].job
+    grads = [u.grad for u in units]
     averages = [u.state["exp_avg"] for u in units]
-    if averages[0].dtype == grad.dtype:
-        momentum_(averages, grad, rate)
-        return stack(averages)
-    exact = stack(averages).to(grad.dtype)
-    momentum_([exact], grad.unsqueeze(0), rate)
-    torch._foreach_copy_(averages, list(exact.unbind(0)))
-    return exact
+    if job.group["maximize"] or grads[0].dtype != job.plan.compute:
+        grads = [(-g if job.group["maximize"] else g).to(job.plan.compute) for g in grads]
+    if averages[0].dtype == job.plan.compute:
+        momentum_(averages, grads, rate)
+    else:
+        exact = [m.to(job.plan.compute) for m in averages]
+        momentum_(exact, grads, rate)
+        torch._foreach_copy_(averages, exact)
+        averages = exact
+    unit = scale.reciprocal().reshape(-1, 1, 1)
+    moderate, within = _sizes(units)
+    grads, averages = [orient(g, job.plan) for g in grads], [orient(m, job.plan) for m in averages]
+    return Batch(grads, averages, unit, views and moderate, None if within else LARGEST)
+
+
+def _sizes(units: list[Unit]) -> tuple[bool, bool]:
+    """Whether gradients and scales are of moderate size, and whether no gradient is far larger than the first one.
+
+    On a CPU the scale can be read at no cost; elsewhere a pass over the gradients is cheaper than waiting for it.
+    """
+    if units[0].param.device.type != "cpu":
+        return False, False
+    scales = [u.state["scale"].item() for u in units]
+    peaks = [u.job.peaks[u.part] if u.job.plan.batch else max(u.job.peaks) for u in units]
+    moderate = all(1 / _MODERATE < x < _MODERATE for x in (*scales, *peaks))
+    return moderate, moderate or all(p <= LARGEST * s for p, s in zip(peaks, scales, strict=True))
 
 
 def store(units: list[Unit], changed: State) -> None:

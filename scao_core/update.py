@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A gradient this many times larger than the tensor's first one is cut off, so that sums of squares stay finite in fp32
+# An entry this many times larger than the tensor's first gradient is cut off, so that sums of squares stay finite in fp32
 # (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
 LARGEST = 2.0**50
 
@@ -17,40 +17,28 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
 
 
-def scaled(grad: Tensor, scale: Tensor, *, own: bool = False, negate: bool = False, cut: bool = True) -> Tensor:
-    """Gradients (N, …) in units of ``scale`` (N), in the dtype of ``scale``.
-
-    ``scale`` is a power of two: the division is exact, and every rule sees numbers near one, whatever the loss scale.
-
-    Args:
-        own: ``grad`` was allocated for this and may be overwritten; else the result is new memory.
-        negate: for maximization.
-        cut: limit entries to 2^50.
-    """
-    factor = scale.reciprocal().reshape(-1, *[1] * (grad.dim() - 1))
-    factor = -factor if negate else factor
-    result = grad.mul_(factor) if own and grad.dtype == factor.dtype else grad * factor
-    return result.clamp_(-LARGEST, LARGEST) if cut else result
-
-
-def momentum_(averages: list[Tensor], grad: Tensor, rate: float) -> None:
+def momentum_(averages: list[Tensor], grads: list[Tensor], rate: float) -> None:
     """M <- (1 - rate) M + rate G, in place; with the unbiased rate this is Adam's momentum after its bias correction."""
-    torch._foreach_lerp_(averages, list(grad.unbind(0)), rate)
+    torch._foreach_lerp_(averages, grads, rate)
 
 
-def limited_(direction: Tensor) -> Tensor:
+def limited_(directions: list[Tensor]) -> list[Tensor]:
     """U within ±10, in place: a gradient in directions that had none before cannot throw an entry far."""
-    return direction.clamp_(-_FARTHEST, _FARTHEST)
+    for u in directions:
+        u.clamp_(-_FARTHEST, _FARTHEST)
+    return directions
 
 
-def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise: list[int] | None) -> None:
-    """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and a stack (N, …) of directions in the compute dtype.
+def apply_(
+    params: list[Tensor], updates: list[Tensor], lr: float, weight_decay: float, noise: list[int] | None
+) -> None:
+    """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and directions in the compute dtype.
 
     Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise`` is
     given, a seed for each.
     """
-    updates = [u.view_as(p) for p, u in zip(params, directions.unbind(0), strict=True)]
-    if params[0].dtype == directions.dtype:
+    updates = [u.reshape(p.shape) for p, u in zip(params, updates, strict=True)]
+    if params[0].dtype == updates[0].dtype:
         decay_(params, lr, weight_decay)
         torch._foreach_add_(params, updates, alpha=-lr)
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .adam import Adam
-from .base import PREFIXES, Context, Engine, Sides, rate
+from .base import PREFIXES, Batch, Context, Engine, Sides, rate
 from .kl import KL
 from .soap import Soap
 from .spectral import Spectral
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (KL(), Soap(), Spectral(), Adam())}
 
-__all__ = ["ENGINES", "KL", "PREFIXES", "Adam", "Context", "Engine", "Sides", "Soap", "Spectral", "rate"]
+__all__ = ["ENGINES", "KL", "PREFIXES", "Adam", "Batch", "Context", "Engine", "Sides", "Soap", "Spectral", "rate"]

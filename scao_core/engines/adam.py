@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..curvature import State
-from .base import Context, Engine, Sides, adam_direction, rate
+from ..linalg import Matrices
+from .base import Batch, Context, Engine, Sides, adam_direction, rate
 
 
 class Adam(Engine):
@@ -19,7 +18,8 @@ class Adam(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": shape}
 
-    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+        g, m = batch.stack
         # v <- b2 v + (1-b2) g²;  U = m / (√v + eps)
         v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))
         return {"exp_avg_sq": v}, adam_direction(m, v, context)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..curvature import Factor, State
+from ..linalg import Matrices
 
 Sides = tuple[Factor, ...]
 PREFIXES = ("left_", "right_")
@@ -37,6 +39,44 @@ class Context:
     damping: float
     norm_rule: str = "none"
     failed: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """Gradients G and momentum M of N equal matrices, oriented r × n, and the unit that they are measured in.
+
+    Args:
+        grads, averages: the matrices as they are, where they lie, in the compute dtype.
+        unit: (N, 1, 1), the reciprocal of each matrix's scale.
+        views: whether the matrices may be read as they are (see ``read``); else they are only read as a stack.
+        limit: largest entry in units of the scale, None if nothing can exceed it.
+    """
+
+    grads: list[Tensor]
+    averages: list[Tensor]
+    unit: Tensor
+    views: bool
+    limit: float | None = None
+
+    @cached_property
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """G and M as stacks (N, r, n) in units of their scale; new memory."""
+        return self._stacked(self.grads), self._stacked(self.averages)
+
+    def _stacked(self, matrices: list[Tensor]) -> Tensor:
+        if len(matrices) == 1:
+            result = matrices[0].unsqueeze(0) * self.unit
+        elif matrices[0].stride(-1) == 1:
+            result = torch.stack(matrices).mul_(self.unit)
+        else:
+            result = torch.stack([x.mT for x in matrices]).mul_(self.unit).mT
+        return result if self.limit is None else result.clamp_(-self.limit, self.limit)
+
+    def read(self) -> tuple[Matrices, Matrices, Tensor]:
+        """G, M and the unit that products with them are still to be multiplied by."""
+        if self.views:
+            return self.grads, self.averages, self.unit
+        return *self.stack, torch.ones_like(self.unit)
 
 
 def rate(beta: float, t: int) -> float:
@@ -82,14 +122,17 @@ class Engine(ABC):
         """Shapes of the engine's own statistics for one tensor of this (oriented) shape, besides momentum and factors."""
         return {}
 
+    def reads_views(self, sides: Sides) -> bool:
+        """True if the rule reads each matrix where it lies, so that no stack need be made on a CPU."""
+        return False
+
     @abstractmethod
-    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
         """One step.
 
         Args:
             state: the engine's slots, and the sides' entries with their prefixes; not written to.
-            g: the gradients, divided by the power of two that is the size of each tensor's first gradient.
-            m: the momentum, the running average of ``g``, this one included.
+            batch: gradients and momentum, this gradient included; not written to.
 
         Returns:
             the changed entries of the state, and the direction U (the parameter moves by -lr · U).

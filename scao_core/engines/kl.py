@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..curvature import Dense, Spiked, State, tiny
-from ..linalg import along_rows, gram, times
-from .base import PREFIXES, Context, Engine, Sides, first_direction, join, rate, split
+from ..curvature import Dense, Factor, Spiked, State, tiny
+from ..linalg import Matrices, along_rows, gram, low_rank_sum, weighted_rows, weighted_squares
+from .base import PREFIXES, Batch, Context, Engine, Sides, first_direction, join, rate, split
 
 # The gain is measured at each of the first steps and then at every few: it moves slowly (both chosen).
 _GAIN_FIRST, _GAIN_EVERY = 8, 4
@@ -37,22 +37,25 @@ class KL(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"gain": ()}
 
-    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def reads_views(self, sides: Sides) -> bool:
+        return isinstance(sides[0], Dense) and isinstance(sides[1], Spiked)
+
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
         left, right = sides
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
         first = context.t == 1
         if first:
-            lhs, rhs = left.start(lhs, g.mT), right.start(rhs, g)
+            lhs, rhs = left.start(lhs, batch.stack[0].mT), right.start(rhs, batch.stack[0])
         if isinstance(left, Dense) and isinstance(right, Spiked):
-            lhs, rhs, gain, u = thin((left, right), (lhs, rhs), state["gain"], g, m, context)
+            lhs, rhs, gain, u = thin((left, right), (lhs, rhs), state["gain"], batch, context)
         else:
-            lhs, rhs, gain, u = general(sides, (lhs, rhs), state["gain"], g, m, context)
+            lhs, rhs, gain, u = general(sides, (lhs, rhs), state["gain"], batch, context)
         if first:
-            u = first_direction(g, context.eps)
+            u = first_direction(batch.stack[0], context.eps)
         return {"gain": gain, **join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
 
 
-Stepped = tuple[State, State, Tensor, Tensor]
+Stepped = tuple[State, State, Tensor, Matrices]
 """Both factors' states after the step, α and U."""
 
 
@@ -61,22 +64,27 @@ def gain_due(context: Context) -> bool:
     return context.norm_rule == "decrease" and (context.t <= _GAIN_FIRST or context.t % _GAIN_EVERY == 0)
 
 
-def gain_of(m: Tensor, decrease: Tensor, sides: Sides, states: Sequence[State]) -> Tensor:
+def gain_of(squares: Tensor, decrease: Tensor, left: Factor, lhs: State) -> Tensor:
     """α (…): ⟨M, M / √(l rᵀ)⟩ / ⟨M, U⟩, with l and r the diagonals of both factors, L of mean eigenvalue 1.
 
     Args:
+        squares: Σ_j M_ij² / √r_j (…, r).
         decrease: ⟨M, U⟩ (…) of the step without gain.
     """
-    (left, right), (lhs, rhs) = sides, states
-    rows = (left.diagonal(lhs) / left.mean(lhs)[..., None]).clamp_min(tiny(m)).rsqrt()
-    columns = right.diagonal(rhs).clamp_min(tiny(m)).rsqrt()
-    adam = (rows * (m.square() @ columns[..., None]).squeeze(-1)).sum(-1)
-    return torch.where(decrease > 0, adam / decrease, 1.0).clamp(*_GAIN_RANGE)
+    rows = (left.diagonal(lhs) / left.mean(lhs)[..., None]).clamp_min(tiny(squares)).rsqrt()
+    return torch.where(decrease > 0, (rows * squares).sum(-1) / decrease, 1.0).clamp(*_GAIN_RANGE)
 
 
-def general(sides: Sides, states: Sequence[State], gain: Tensor, g: Tensor, m: Tensor, context: Context) -> Stepped:
+def column_weights(right: Factor, rhs: State) -> Tensor:
+    """1 / √r (…, n), r the diagonal of the wide side's factor."""
+    diagonal = right.diagonal(rhs)
+    return diagonal.clamp_min(tiny(diagonal)).rsqrt()
+
+
+def general(sides: Sides, states: Sequence[State], gain: Tensor, batch: Batch, context: Context) -> Stepped:
     """The rule for any two factors. At the first gradient L is taken for the identity."""
     (left, right), (lhs, rhs), damping = sides, states, context.damping
+    g, m = batch.stack
     decay = rate(context.curvature_beta, context.t)
     # R <- b R + (1-b) Gᵀ L^-1 G / r
     white = g if context.t == 1 else left.whiten(lhs, g.mT, damping, unit=True).mT
@@ -88,21 +96,21 @@ def general(sides: Sides, states: Sequence[State], gain: Tensor, g: Tensor, m: T
     if context.t == 1:
         gain = torch.ones_like(gain)
     elif gain_due(context):
-        gain = gain_of(m, (m * u).sum((-2, -1)), sides, (lhs, rhs))
+        gain = gain_of(weighted_squares(m, column_weights(right, rhs)), (m * u).sum((-2, -1)), left, lhs)
     return lhs | lhs_next, rhs | rhs_next, gain, u * gain[..., None, None]
 
 
-def thin(
-    sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, g: Tensor, m: Tensor, context: Context
-) -> Stepped:
+def thin(sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, batch: Batch, context: Context) -> Stepped:
     """The same for dense × spiked, without ever forming a whitened matrix: what is r × n is read, and only U is written.
 
-    All that the two factors need of G are G Gᵀ (r × r) and G Vᵀ (r × ρ).
+    All that the two factors need of G are G Gᵀ (r × r) and G Vᵀ (r × ρ). ``batch.unit`` turns what is read into units
+    of the scale, on these small products.
     """
     (left, right), (lhs, rhs), damping = sides, states, context.damping
+    g, m, unit = batch.read()
     decay = rate(context.curvature_beta, context.t)
     basis = rhs["basis"]
-    products, along = gram(g), along_rows(g, basis)
+    products, along = gram(g) * unit.square(), along_rows(g, basis) * unit
     # R <- b R + (1-b) Gᵀ L^-1 G / r, from W G Vᵀ and the norms of the rows of W G, with W = L^-1/2
     if context.t == 1:
         white, norms = along, torch.diagonal(products, dim1=-2, dim2=-1)
@@ -110,27 +118,21 @@ def thin(
         w = left.root(lhs, damping, unit=True)
         white, norms = w @ along, (w * (w @ products)).sum(-1)
     rhs = right.measure(rhs, white, norms, decay)
-    weights = right.pull(rhs, white, norms)
-    turned = right.follow(rhs, times(g.mT, weights if context.t == 1 else w @ weights).mT, decay)
+    weights = right.pull(rhs, white, norms) * unit
+    turned = right.follow(rhs, weighted_rows(g, weights if context.t == 1 else w @ weights), decay)
     # L <- b L + (1-b) G R^-1 Gᵀ / n, with R^-1 = τ^-1 I + Vᵀ diag(μ^-1 - τ^-1) V
     tail, spread = right.roots(rhs, damping)
-    lhs = left.accumulate_gram(
-        lhs, tail.square() * products + (along * (spread * (spread + 2 * tail))) @ along.mT, decay
-    )
+    white_gram = tail.square() * products + (along * (spread * (spread + 2 * tail))) @ along.mT
+    lhs = left.accumulate_gram(lhs, white_gram, decay)
     # U = α (P M + A V), P = τ^-1/2 W, A = W M Vᵀ diag(μ^-1/2 - τ^-1/2)
     w = left.root(lhs, damping, unit=True)
-    coordinates = along_rows(m, basis)
+    coordinates = along_rows(m, basis) * unit
     p, a = tail * w, w @ (coordinates * spread)
     if context.t == 1:
         gain = torch.ones_like(gain)
     elif gain_due(context):
-        gain = gain_of(m, (p * gram(m)).sum((-2, -1)) + (a * coordinates).sum((-2, -1)), sides, (lhs, rhs))
+        size = unit.square()
+        decrease = (p * gram(m) * size).sum((-2, -1)) + (a * coordinates).sum((-2, -1))
+        gain = gain_of(weighted_squares(m, column_weights(right, rhs)) * size.squeeze(-1), decrease, left, lhs)
     alpha = gain[..., None, None]
-    return lhs, {**rhs, "basis": turned}, gain, low_rank_sum(alpha * p, m, alpha * a, basis)
-
-
-def low_rank_sum(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
-    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X."""
-    if x.stride(-1) == 1:
-        return (p @ x).baddbmm_(a, v)
-    return (x.mT @ p.mT).baddbmm_(v.mT, a.mT).mT
+    return lhs, {**rhs, "basis": turned}, gain, low_rank_sum(alpha * unit * p, m, alpha * a, basis)

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..curvature import Refreshed, State
-from .base import PREFIXES, Context, Engine, Sides, adam_direction, first_direction, join, rate, split
+from ..linalg import Matrices
+from .base import PREFIXES, Batch, Context, Engine, Sides, adam_direction, first_direction, join, rate, split
 
 
 def rotate(sides: Sides, states: tuple[State, State], x: Tensor) -> Tensor:
@@ -28,7 +29,8 @@ class Soap(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": (sides[0].rotated_dim, sides[1].rotated_dim)}
 
-    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+        g, m = batch.stack
         (left, right), first = sides, context.t == 1
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
         if first:

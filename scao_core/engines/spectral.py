@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..curvature import State
-from ..linalg import polar
-from .base import Context, Engine, Sides, first_direction
+from ..linalg import Matrices, polar
+from .base import Batch, Context, Engine, Sides, first_direction
 
 # Moonlight (arXiv 2502.16982): 0.2 √max(r, n) gives the step AdamW's typical root mean square, so AdamW's lr carries
 # over.
@@ -21,7 +19,8 @@ class Spectral(Engine):
     name: ClassVar[str] = "spectral"
     uses_factors: ClassVar[bool] = False
 
-    def direction(self, state: State, g: Tensor, m: Tensor, sides: Sides, context: Context) -> tuple[State, Tensor]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+        g, m = batch.stack
         if context.t == 1:
             return {}, first_direction(g, context.eps)
         u, solved = polar(m)
