@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,28 +59,55 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
         check_parameter(param)
 
 
-def peaks(grads: list[Tensor], units: Iterable[int]) -> list[list[float]]:
+def peaks(grads: list[Tensor], units: Iterable[int], rough: Iterable[bool]) -> list[list[float]]:
     """Largest absolute entry of each gradient, one per matrix in it, on the host (NaN and infinity included).
 
     Args:
-        units: for each gradient, how many matrices its first dimension holds; 1 for one that is a single matrix or vector.
+        units: for each gradient, how many matrices its first dimension holds; 1 for one that is a single matrix or
+            vector.
+        rough: for each gradient, whether an upper bound will do: its Euclidean norm, which takes less than half the
+            time.
 
     One transfer per device and dtype.
     """
     result: list[list[float]] = [[0.0] * count for count in units]
+    exact: list[int] = []
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, (grad, bound_will_do) in enumerate(zip(grads, rough, strict=True)):
+        if grad.numel() and bound_will_do and len(result[i]) == 1 and grad.dtype in _DOT and grad.is_contiguous():
+            alike.setdefault((grad.device, grad.dtype), []).append(i)
+        elif grad.numel():
+            exact.append(i)
+    for members in alike.values():
+        flat = [grads[i].view(-1) for i in members]
+        squares = torch.stack([torch.dot(x, x) for x in flat]).double().tolist()
+        for i, square in zip(members, squares, strict=True):
+            if _SMALLEST < square < _LARGEST:
+                result[i] = [math.sqrt(square)]
+            else:  # zero, or not finite, or so small or large that the sum does not tell
+                exact.append(i)
+    _exact_peaks(grads, exact, result)
+    return result
+
+
+# Kinds of gradients whose squares may be summed, and the sums that tell that every entry is finite and some is not zero
+# (chosen).
+_DOT = (torch.float32, torch.float64)
+_SMALLEST, _LARGEST = 1e-20, 1e20
+
+
+def _exact_peaks(grads: list[Tensor], members: list[int], result: list[list[float]]) -> None:
     alike: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-    for i, grad in enumerate(grads):
-        if grad.numel():
-            alike.setdefault((grad.device, grad.dtype, len(result[i]) > 1), []).append(i)
-    for (_, _, several), members in alike.items():
+    for i in members:
+        alike.setdefault((grads[i].device, grads[i].dtype, len(result[i]) > 1), []).append(i)
+    for (_, _, several), same in alike.items():
         # Two passes of these are faster than one of torch.aminmax (measured on one CPU).
         if several:
-            rows = [grads[i].reshape(len(result[i]), -1) for i in members]
+            rows = [grads[i].reshape(len(result[i]), -1) for i in same]
             low, high = torch.cat([r.amin(-1) for r in rows]), torch.cat([r.amax(-1) for r in rows])
         else:
-            low = torch.stack([grads[i].amin() for i in members])
-            high = torch.stack([grads[i].amax() for i in members])
+            low = torch.stack([grads[i].amin() for i in same])
+            high = torch.stack([grads[i].amax() for i in same])
         values = iter(torch.maximum(high, -low).double().tolist())
-        for i in members:
+        for i in same:
             result[i] = [next(values) for _ in result[i]]
-    return result

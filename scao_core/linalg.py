@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ def times(x: Tensor, p: Tensor) -> Tensor:
     return (p.mT @ x.mT).mT
 
 
-Matrices = Tensor | list[Tensor]
+Matrices: TypeAlias = Tensor | list[Tensor]
 """A stack (…, r, n), or a list of N matrices (r, n) that lie apart: what is only read need not be copied into a stack. Results
 are stacks."""
 
@@ -77,10 +80,13 @@ def weighted_rows(x: Matrices, w: Tensor) -> Tensor:
     return out
 
 
-def low_rank_sum(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Matrices:
-    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X; a list for a list."""
+def low_rank_sum(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Tensor | Iterator[Tensor]:
+    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X.
+
+    For a list of matrices they come one by one, so that each can be used while it is in the cache.
+    """
     if isinstance(x, list):
-        return [low_rank_sum_one(*parts) for parts in zip(p, x, a, v, strict=True)]
+        return (low_rank_sum_one(*parts) for parts in zip(p, x, a, v, strict=True))
     if x.stride(-1) == 1:
         return (p @ x).baddbmm_(a, v)
     return (x.mT @ p.mT).baddbmm_(v.mT, a.mT).mT
@@ -103,8 +109,9 @@ def weighted_squares(x: Matrices, w: Tensor) -> Tensor:
 def orthonormal_rows(y: Tensor, careful: bool = False) -> Tensor:
     """Gram-Schmidt of the rows of (…, ρ, d), in order, as shifted Cholesky QR.
 
-    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices". One
-    round is exact to rounding for rows that are nearly orthogonal; ``careful`` takes two, in fp64, for rows of any kind. Never
+    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices".
+    One round is exact to rounding for rows that are nearly orthogonal; ``careful`` takes two, in fp64, for rows of any
+    kind. Never
     fails: a zero row, and one that depends on those before it up to rounding, comes out as zero.
     """
     if not careful:
@@ -179,10 +186,12 @@ def _retry(work: Tensor) -> Tensor | None:
 def polar(x: Tensor) -> tuple[Tensor, Tensor]:
     """The orthogonal polar factor (X Xᵀ)^-1/2 X of (…, r, n) with r <= n; zero singular values stay zero.
 
-    Exact, through the r × r eigenproblem (in fp64 up to r = 64). Directions below rounding of the largest one are dropped.
+    Exact, through the r × r eigenproblem (in fp64 up to r = 64). Directions below rounding of the largest one are
+    dropped.
 
     Returns:
-        the factor, and a bool tensor (…) that says where the eigenproblem was solved; elsewhere the rows are normalized.
+        the factor, and a bool tensor (…) that says where the eigenproblem was solved; elsewhere the rows are
+        normalized.
     """
     # X Xᵀ = Q Λ Qᵀ  ->  polar(X) = Q Λ^-1/2 Qᵀ X
     basis, good = eigenbasis(gram(x))

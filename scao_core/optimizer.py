@@ -47,7 +47,8 @@ class SCAO(ReportingOptimizer):
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
-        norm_rule: ``"decrease"`` gives a step of the KL rule the first-order decrease of Adam's, so that Adam's learning rate
+        norm_rule: ``"decrease"`` gives a step of the KL rule the first-order decrease of Adam's, so that Adam's
+            learning rate
             carries over; ``"none"`` leaves it as whitened.
         curvature_beta: decay of the factors; None: ``betas[1]``.
         momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
@@ -180,7 +181,9 @@ class SCAO(ReportingOptimizer):
                 if self.state.get(param):
                     self.state[param] = job.state = stacks.conformed(self.state[param], job)
                 jobs.append(job)
-        peaks = gather.peaks([job.grad for job in jobs], [math.prod(job.plan.batch) for job in jobs])
+        # The first gradient of a tensor sets its scale; later, on a CPU, a bound on its entries will do.
+        rough = [stacks.has_scale(job) and job.plan.is_matrix and job.param.device.type == "cpu" for job in jobs]
+        peaks = gather.peaks([job.grad for job in jobs], [math.prod(job.plan.batch) for job in jobs], rough)
         for job, values in zip(jobs, peaks, strict=True):
             job.peaks = values
         return jobs
@@ -230,15 +233,13 @@ class SCAO(ReportingOptimizer):
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
         state = stacks.load(units)
         # M <- b M + (1-b) G
-        views = engine.reads_views(job.plan.sides) and t > 1
-        batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t), views)
+        batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t))
         # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
         changed, direction = engine.direction(state, batch, job.plan.sides, context)
-        updates = [stacks.orient(u, job.plan) for u in direction]
-        if job.plan.is_matrix:
-            limited_(updates)
-        noise = [u.seed for u in units] if group["stochastic_rounding"] else None
-        apply_([u.param for u in units], updates, float(group["lr"]), group["weight_decay"], noise)
+        for part, u in stacks.parts(units, direction):
+            moved = stacks.orient(limited_(u) if job.plan.is_matrix else u, job.plan)
+            noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
+            apply_([unit.param for unit in part], moved, float(group["lr"]), group["weight_decay"], noise)
         stacks.store(units, changed)
         return sum(context.failed)
 

@@ -81,7 +81,7 @@ def start(kind: Kind, s: State, x: Tensor) -> None:
             s["basis"] = gram_schmidt(gram_schmidt(s["basis"] @ x.T) @ x)
 
 
-def accumulate(kind: Kind, s: State, x: Tensor, b: float) -> State:
+def accumulate(kind: Kind, s: State, x: Tensor, b: float, t: int) -> State:
     """C <- b C + (1-b) xᵀx / k from samples x (k × d). Returns what replaces its namesake after this step."""
     c = x.T @ x / x.shape[0]
     if kind[0] == "diagonal":
@@ -91,11 +91,14 @@ def accumulate(kind: Kind, s: State, x: Tensor, b: float) -> State:
         spikes = torch.diag(v @ c @ v.T)
         s["energy"] = b * s["energy"] + (1 - b) * spikes
         s["tail"] = b * s["tail"] + (1 - b) * ((torch.trace(c) - spikes.sum()) / (d - kind[1])).clamp_min(0)
+        w = 1 - b if t <= 16 else min(1, 4 * (1 - b)) if t % 4 == 0 else 0  # after 16 steps V turns at every fourth
+        if w == 0:
+            return {}
         drawn = torch.diag(1 / torch.maximum(s["energy"], s["tail"])) @ v @ c
         for j in range(kind[1]):
             if spikes[j] <= 1e-6 * torch.trace(c):  # it holds nothing of this gradient: let it turn to a row of it
                 drawn[j] += x[j] / x[j].norm()
-        return {"basis": gram_schmidt(b * v + (1 - b) * drawn)}
+        return {"basis": gram_schmidt((1 - w) * v + w * drawn)}
     else:
         s["cov"] = s["cov"].clone()
         for block, xj in zip(split(s["cov"]), cut(kind, x), strict=True):
@@ -151,8 +154,8 @@ def step(
         u = m / (v.sqrt() + o["eps"])
     elif o["engine"] == "kl":
         w = torch.eye(r).to(g) if t == 1 else inverse_root(left, ls, r, o["damping"], unit=True)
-        new_r = accumulate(right, rs, w @ g, b3)
-        new_l = accumulate(left, ls, (g @ inverse_root(right, rs, n, o["damping"])).T, b3)
+        new_r = accumulate(right, rs, w @ g, b3, t)
+        new_l = accumulate(left, ls, (g @ inverse_root(right, rs, n, o["damping"])).T, b3, t)
         u = inverse_root(left, ls, r, o["damping"], unit=True) @ m @ inverse_root(right, rs, n, o["damping"])
         if t == 1:
             state["gain"] = torch.ones_like(state["gain"])
@@ -171,7 +174,7 @@ def step(
         u = (
             wl @ ((wl.T @ m @ wr) / (v.sqrt() + o["eps"])).clamp(-bound, bound) @ wr.T
         )  # Adam's own bound, by Cauchy-Schwarz
-        new_l, new_r = accumulate(left, ls, g.T, b3), accumulate(right, rs, g, b3)
+        new_l, new_r = accumulate(left, ls, g.T, b3, t), accumulate(right, rs, g, b3, t)
     else:
         a, _, c = torch.linalg.svd(m, full_matrices=False)
         u = 0.2 * n**0.5 * a @ c

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .curvature import Refreshed, State
 from .engines import PREFIXES, Batch
+from .engines.base import Direction
 from .errors import ConfigError
 from .plan import Plan
 from .update import LARGEST, momentum_
@@ -27,6 +28,9 @@ from .update import LARGEST, momentum_
 # measured).
 _PIECE = {"cpu": 2**22}
 _PIECE_ELSEWHERE = 2**25
+# From this many elements on, a matrix is read where it lies: copying it into a stack costs more than a call for each
+# (chosen by measurement on one CPU).
+_LARGE = 2**16
 # Gradients and scales between the reciprocal and this may be squared and summed as they are (chosen: its square times a
 # sum of 10^7 elements stays far inside fp32).
 _MODERATE = 2.0**25
@@ -98,6 +102,11 @@ def conformed(state: State, job: Job) -> State:
         return state
     slots = dict(plan.slots)
     return {k: v.to("cpu" if k == "step" else param.device, slots[k].dtype) for k, v in state.items()}
+
+
+def has_scale(job: Job) -> bool:
+    """Whether each unit of the parameter has had its first gradient."""
+    return bool(job.state) and bool((job.state["step"] > 0).all())
 
 
 def advance(job: Job) -> list[Unit]:
@@ -188,15 +197,8 @@ def load(units: list[Unit]) -> State:
     return {key: stack([u.state[key] for u in units]) for key in keys}
 
 
-def take_in(units: list[Unit], scale: Tensor, rate: float, views: bool) -> Batch:
-    """M <- (1 - rate) M + rate G in the state, and both as a batch.
-
-    Args:
-        scale: (N).
-        views: whether the rule can read the matrices where they lie. It may, on a CPU, if their squares are of a size
-            that neither
-            overflows nor vanishes; elsewhere launches count, and a stack is better.
-    """
+def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
+    """M <- (1 - rate) M + rate G in the state, and both as a batch; ``scale`` is (N)."""
     job = units[0].job
     grads = [u.grad for u in units]
     averages = [u.state["exp_avg"] for u in units]
@@ -212,7 +214,8 @@ def take_in(units: list[Unit], scale: Tensor, rate: float, views: bool) -> Batch
     unit = scale.reciprocal().reshape(-1, 1, 1)
     moderate, within = _sizes(units)
     grads, averages = [orient(g, job.plan) for g in grads], [orient(m, job.plan) for m in averages]
-    return Batch(grads, averages, unit, views and moderate, None if within else LARGEST)
+    views = grads[0].numel() >= _LARGE
+    return Batch(grads, averages, unit, moderate, views, None if within else LARGEST)
 
 
 def _sizes(units: list[Unit]) -> tuple[bool, bool]:
@@ -226,6 +229,15 @@ def _sizes(units: list[Unit]) -> tuple[bool, bool]:
     peaks = [u.job.peaks[u.part] if u.job.plan.batch else max(u.job.peaks) for u in units]
     moderate = all(1 / _MODERATE < x < _MODERATE for x in (*scales, *peaks))
     return moderate, moderate or all(p <= LARGEST * s for p, s in zip(peaks, scales, strict=True))
+
+
+def parts(units: list[Unit], direction: Direction) -> Iterator[tuple[list[Unit], Tensor]]:
+    """Units with their directions (N, r, n): all at once for a stack, else one by one."""
+    if isinstance(direction, Tensor):
+        yield units, direction
+        return
+    for unit, u in zip(units, direction, strict=True):
+        yield [unit], u.unsqueeze(0)
 
 
 def store(units: list[Unit], changed: State) -> None:

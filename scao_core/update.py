@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# An entry this many times larger than the tensor's first gradient is cut off, so that sums of squares stay finite in fp32
-# (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
+# An entry this many times larger than the tensor's first gradient is cut off, so that sums of squares stay finite in
+# fp32 (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
 LARGEST = 2.0**50
 
 # Entries of a direction are of order one. Adam's own limit for betas (0.9, 0.999) is 7.27 (chosen: just above it).
@@ -22,22 +22,18 @@ def momentum_(averages: list[Tensor], grads: list[Tensor], rate: float) -> None:
     torch._foreach_lerp_(averages, grads, rate)
 
 
-def limited_(directions: list[Tensor]) -> list[Tensor]:
+def limited_(direction: Tensor) -> Tensor:
     """U within ±10, in place: a gradient in directions that had none before cannot throw an entry far."""
-    for u in directions:
-        u.clamp_(-_FARTHEST, _FARTHEST)
-    return directions
+    return direction.clamp_(-_FARTHEST, _FARTHEST)
 
 
-def apply_(
-    params: list[Tensor], updates: list[Tensor], lr: float, weight_decay: float, noise: list[int] | None
-) -> None:
-    """p <- (1 - lr · wd) p - lr · U, in place, for equal tensors and directions in the compute dtype.
+def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise: list[int] | None) -> None:
+    """p <- (1 - lr · wd) p - lr · U, in place, for N equal tensors and a stack (N, …) in the compute dtype.
 
-    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise`` is
-    given, a seed for each.
+    Half-precision parameters are computed in the compute dtype and rounded once: to nearest, or at random if ``noise``
+    is given, a seed for each.
     """
-    updates = [u.reshape(p.shape) for p, u in zip(params, updates, strict=True)]
+    updates = [u.reshape(p.shape) for p, u in zip(params, directions.unbind(0), strict=True)]
     if params[0].dtype == updates[0].dtype:
         decay_(params, lr, weight_decay)
         torch._foreach_add_(params, updates, alpha=-lr)
@@ -58,8 +54,8 @@ def decay_(params: list[Tensor], lr: float, weight_decay: float) -> None:
 def stochastic_bf16(x: Tensor, seed: int) -> Tensor:
     """fp32 rounded to bf16 at random, with probabilities that make the rounding unbiased.
 
-    The noise is a hash of (element, seed) instead of a random stream: it needs no generator in the checkpoint and leaves
-    torch's alone.
+    The noise is a hash of (element, seed) instead of a random stream: it needs no generator in the checkpoint and
+    leaves torch's alone.
     """
     noise = mixed(torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) + mixed_int(seed)) & 0xFFFF
     # bf16 is the upper half of fp32: add noise below the cut, then cut.

@@ -49,8 +49,11 @@ class Factor(ABC):
         return state
 
     @abstractmethod
-    def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
+    def accumulate(self, state: State, x: Tensor, rate: float, turn: float) -> tuple[State, State]:
         """C <- (1 - rate) C + rate xᵀx / k.
+
+        Args:
+            turn: the weight of x in the directions of a factor that follows them, 0 to leave them as they are.
 
         Returns:
             the state for use in this step, and the entries that replace their namesakes from the next step on, so that
@@ -114,8 +117,8 @@ def tiny(x: Tensor) -> float:
 def damped_root(eigenvalues: Tensor, mean: Tensor, damping: float, unit: bool) -> Tensor:
     """(λ + damping · mean)^-1/2 (…, d), or (λ / mean + damping)^-1/2 with ``unit``; ``mean`` (…).
 
-    Eigenvalues below rounding of the largest are unknown, so that much is always added: a gradient whose rank is lower than
-    its side would otherwise be divided by noise.
+    Eigenvalues below rounding of the largest are unknown, so that much is always added: a gradient whose rank is lower
+    than its side would otherwise be divided by noise.
     """
     mean = mean.reshape(*mean.shape, *[1] * (eigenvalues.dim() - mean.dim()))
     floor = _ROUNDING_ULPS * torch.finfo(eigenvalues.dtype).eps * eigenvalues.amax(-1, keepdim=True)

@@ -57,7 +57,7 @@ class Blocked(Refreshed):
         """(…, blocks, k, b) -> (…, k, d)."""
         return y.movedim(-3, -2).flatten(-2)[..., : self.dim]
 
-    def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
+    def accumulate(self, state: State, x: Tensor, rate: float, turn: float) -> tuple[State, State]:
         # C_j <- (1 - rate) C_j + rate x_jᵀx_j / k  for each block j
         x = self._split(x)
         return {**state, "cov": state["cov"].lerp((x.mT @ x) / self.samples, rate)}, {}

@@ -32,7 +32,7 @@ class Dense(Refreshed):
     def diagonal_basis(self, like: Tensor, batch: tuple[int, ...] = ()) -> Tensor:
         return torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(*batch, -1, -1).contiguous()
 
-    def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
+    def accumulate(self, state: State, x: Tensor, rate: float, turn: float) -> tuple[State, State]:
         return self.accumulate_gram(state, x.mT @ x, rate), {}
 
     def accumulate_gram(self, state: State, gram: Tensor, rate: float) -> State:

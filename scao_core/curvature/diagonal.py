@@ -19,7 +19,7 @@ class Diagonal(Factor):
     def slots(self) -> dict[str, tuple[int, ...]]:
         return {"energy": (self.dim,)}
 
-    def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
+    def accumulate(self, state: State, x: Tensor, rate: float, turn: float) -> tuple[State, State]:
         # c <- (1 - rate) c + rate mean_k(x²)
         return {**state, "energy": state["energy"].lerp(x.square().mean(-2), rate)}, {}
 

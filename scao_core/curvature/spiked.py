@@ -37,7 +37,8 @@ class Spiked(Factor):
         return {"basis": (self.rank, self.dim), "energy": (self.rank,), "tail": ()}
 
     def start(self, state: State, x: Tensor) -> State:
-        # V <- orth(Ωᵀx), then orth(orth(V xᵀ) x): a range finder with smooth rows (discrete cosines) in place of random ones
+        # V <- orth(Ωᵀx), then orth(orth(V xᵀ) x): a range finder with smooth rows (discrete cosines) in place of random
+        # ones
         columns = torch.arange(self.samples, dtype=x.dtype, device=x.device)
         rows = torch.arange(self.rank, dtype=x.dtype, device=x.device)[:, None]
         basis = orthonormal_rows(torch.cos(math.pi / self.samples * (columns + 0.5) * rows) @ x, careful=True)
@@ -45,11 +46,13 @@ class Spiked(Factor):
             basis = orthonormal_rows(orthonormal_rows(along_rows(x, basis).mT, careful=True) @ x, careful=True)
         return {**state, "basis": basis}
 
-    def accumulate(self, state: State, x: Tensor, rate: float) -> tuple[State, State]:
+    def accumulate(self, state: State, x: Tensor, rate: float, turn: float) -> tuple[State, State]:
         along = along_rows(x, state["basis"])
         norms = torch.linalg.vector_norm(x, dim=-1).square()
         new = self.measure(state, along, norms, rate)
-        return new, {"basis": self.follow(new, self.pull(new, along, norms).mT @ x, rate)}
+        if turn == 0:
+            return new, {}
+        return new, {"basis": self.follow(new, self.pull(new, along, norms).mT @ x, turn)}
 
     def measure(self, state: State, along: Tensor, norms: Tensor, rate: float) -> State:
         """μ and τ from x Vᵀ (…, k, ρ) and the squared norms of the rows of x (…, k).
@@ -74,10 +77,10 @@ class Spiked(Factor):
         weights[..., : self.rank, :] += torch.diag_embed(row)
         return weights
 
-    def follow(self, state: State, drawn: Tensor, rate: float) -> Tensor:
-        """orth((1 - rate) V + rate · drawn): V where nothing new came, turned towards what did."""
+    def follow(self, state: State, drawn: Tensor, turn: float) -> Tensor:
+        """orth((1 - w) V + w · drawn), w = turn: V where nothing new came, turned towards what did."""
         # Early on, when one gradient weighs much, the rows may turn far enough to be nearly dependent.
-        return orthonormal_rows(state["basis"].lerp(drawn, rate), careful=rate > _EARLY)
+        return orthonormal_rows(state["basis"].lerp(drawn, turn), careful=turn > _EARLY)
 
     def mean(self, state: State) -> Tensor:
         return (state["energy"].sum(-1) + (self.dim - self.rank) * state["tail"]) / self.dim

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..curvature import State
-from ..linalg import Matrices
-from .base import Batch, Context, Engine, Sides, adam_direction, rate
+from .base import Batch, Context, Direction, Engine, Sides, adam_direction, rate
 
 
 class Adam(Engine):
@@ -18,7 +17,7 @@ class Adam(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": shape}
 
-    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Direction]:
         g, m = batch.stack
         # v <- b2 v + (1-b2) g²;  U = m / (√v + eps)
         v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))

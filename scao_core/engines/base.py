@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -14,7 +15,10 @@ from torch import Tensor
 from ..curvature import Factor, State
 from ..linalg import Matrices
 
+Direction = Tensor | Iterable[Tensor]
+"""U of N matrices: a stack (N, r, n), or one by one."""
 Sides = tuple[Factor, ...]
+_TURN_FIRST, _TURN_EVERY = 16, 4  # chosen
 PREFIXES = ("left_", "right_")
 
 
@@ -48,13 +52,15 @@ class Batch:
     Args:
         grads, averages: the matrices as they are, where they lie, in the compute dtype.
         unit: (N, 1, 1), the reciprocal of each matrix's scale.
-        views: whether the matrices may be read as they are (see ``read``); else they are only read as a stack.
+        moderate: whether the matrices may be squared and summed in their own unit; else only in units of the scale.
+        views: whether they are best read where they lie, not as a stack.
         limit: largest entry in units of the scale, None if nothing can exceed it.
     """
 
     grads: list[Tensor]
     averages: list[Tensor]
     unit: Tensor
+    moderate: bool
     views: bool
     limit: float | None = None
 
@@ -64,24 +70,38 @@ class Batch:
         return self._stacked(self.grads), self._stacked(self.averages)
 
     def _stacked(self, matrices: list[Tensor]) -> Tensor:
-        if len(matrices) == 1:
-            result = matrices[0].unsqueeze(0) * self.unit
-        elif matrices[0].stride(-1) == 1:
-            result = torch.stack(matrices).mul_(self.unit)
-        else:
-            result = torch.stack([x.mT for x in matrices]).mul_(self.unit).mT
+        result = matrices[0].unsqueeze(0) * self.unit if len(matrices) == 1 else _stack(matrices).mul_(self.unit)
         return result if self.limit is None else result.clamp_(-self.limit, self.limit)
 
     def read(self) -> tuple[Matrices, Matrices, Tensor]:
         """G, M and the unit that products with them are still to be multiplied by."""
-        if self.views:
-            return self.grads, self.averages, self.unit
-        return *self.stack, torch.ones_like(self.unit)
+        if not self.moderate:
+            return *self.stack, torch.ones_like(self.unit)
+        if len(self.grads) > 1 and not self.views:
+            return _stack(self.grads), _stack(self.averages), self.unit
+        return self.grads, self.averages, self.unit
+
+
+def _stack(matrices: list[Tensor]) -> Tensor:
+    """(N, r, n) in the matrices' own layout; new memory."""
+    if matrices[0].stride(-1) == 1:
+        return torch.stack(matrices)
+    return torch.stack([x.mT for x in matrices]).mT
 
 
 def rate(beta: float, t: int) -> float:
     """(1 - β) / (1 - βᵗ): the weight of the t-th sample in an average that is unbiased from the first step on."""
     return (1 - beta) / (1 - beta**t)
+
+
+def turn_rate(beta: float, t: int) -> float:
+    """The weight of the t-th gradient in the directions of a wide side, 0 where they are left as they are.
+
+    They move slowly, so after the first steps they are turned at every fourth gradient, by four times as much.
+    """
+    if t <= _TURN_FIRST:
+        return rate(beta, t)
+    return min(1.0, _TURN_EVERY * rate(beta, t)) if t % _TURN_EVERY == 0 else 0.0
 
 
 def split(state: State, prefix: str) -> State:
@@ -122,12 +142,8 @@ class Engine(ABC):
         """Shapes of the engine's own statistics for one tensor of this (oriented) shape, besides momentum and factors."""
         return {}
 
-    def reads_views(self, sides: Sides) -> bool:
-        """True if the rule reads each matrix where it lies, so that no stack need be made on a CPU."""
-        return False
-
     @abstractmethod
-    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Direction]:
         """One step.
 
         Args:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..curvature import Dense, Factor, Spiked, State, tiny
-from ..linalg import Matrices, along_rows, gram, low_rank_sum, weighted_rows, weighted_squares
-from .base import PREFIXES, Batch, Context, Engine, Sides, first_direction, join, rate, split
+from ..linalg import along_rows, gram, low_rank_sum, weighted_rows, weighted_squares
+from .base import PREFIXES, Batch, Context, Direction, Engine, Sides, first_direction, join, rate, split, turn_rate
 
 # The gain is measured at each of the first steps and then at every few: it moves slowly (both chosen).
 _GAIN_FIRST, _GAIN_EVERY = 8, 4
@@ -37,10 +37,7 @@ class KL(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"gain": ()}
 
-    def reads_views(self, sides: Sides) -> bool:
-        return isinstance(sides[0], Dense) and isinstance(sides[1], Spiked)
-
-    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Direction]:
         left, right = sides
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
         first = context.t == 1
@@ -55,7 +52,7 @@ class KL(Engine):
         return {"gain": gain, **join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
 
 
-Stepped = tuple[State, State, Tensor, Matrices]
+Stepped = tuple[State, State, Tensor, Direction]
 """Both factors' states after the step, α and U."""
 
 
@@ -85,12 +82,12 @@ def general(sides: Sides, states: Sequence[State], gain: Tensor, batch: Batch, c
     """The rule for any two factors. At the first gradient L is taken for the identity."""
     (left, right), (lhs, rhs), damping = sides, states, context.damping
     g, m = batch.stack
-    decay = rate(context.curvature_beta, context.t)
+    decay, turn = rate(context.curvature_beta, context.t), turn_rate(context.curvature_beta, context.t)
     # R <- b R + (1-b) Gᵀ L^-1 G / r
     white = g if context.t == 1 else left.whiten(lhs, g.mT, damping, unit=True).mT
-    rhs, rhs_next = right.accumulate(rhs, white, decay)
+    rhs, rhs_next = right.accumulate(rhs, white, decay, turn)
     # L <- b L + (1-b) G R^-1 Gᵀ / n
-    lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay)
+    lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay, turn)
     # U = α L^-1/2 M R^-1/2
     u = right.whiten(rhs, left.whiten(lhs, m.mT, damping, unit=True).mT, damping)
     if context.t == 1:
@@ -108,7 +105,7 @@ def thin(sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, bat
     """
     (left, right), (lhs, rhs), damping = sides, states, context.damping
     g, m, unit = batch.read()
-    decay = rate(context.curvature_beta, context.t)
+    decay, turn = rate(context.curvature_beta, context.t), turn_rate(context.curvature_beta, context.t)
     basis = rhs["basis"]
     products, along = gram(g) * unit.square(), along_rows(g, basis) * unit
     # R <- b R + (1-b) Gᵀ L^-1 G / r, from W G Vᵀ and the norms of the rows of W G, with W = L^-1/2
@@ -118,8 +115,10 @@ def thin(sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, bat
         w = left.root(lhs, damping, unit=True)
         white, norms = w @ along, (w * (w @ products)).sum(-1)
     rhs = right.measure(rhs, white, norms, decay)
-    weights = right.pull(rhs, white, norms) * unit
-    turned = right.follow(rhs, weighted_rows(g, weights if context.t == 1 else w @ weights), decay)
+    rhs_next: State = {}
+    if turn:
+        weights = right.pull(rhs, white, norms) * unit
+        rhs_next["basis"] = right.follow(rhs, weighted_rows(g, weights if context.t == 1 else w @ weights), turn)
     # L <- b L + (1-b) G R^-1 Gᵀ / n, with R^-1 = τ^-1 I + Vᵀ diag(μ^-1 - τ^-1) V
     tail, spread = right.roots(rhs, damping)
     white_gram = tail.square() * products + (along * (spread * (spread + 2 * tail))) @ along.mT
@@ -135,4 +134,4 @@ def thin(sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, bat
         decrease = (p * gram(m) * size).sum((-2, -1)) + (a * coordinates).sum((-2, -1))
         gain = gain_of(weighted_squares(m, column_weights(right, rhs)) * size.squeeze(-1), decrease, left, lhs)
     alpha = gain[..., None, None]
-    return lhs, {**rhs, "basis": turned}, gain, low_rank_sum(alpha * unit * p, m, alpha * a, basis)
+    return lhs, rhs | rhs_next, gain, low_rank_sum(alpha * unit * p, m, alpha * a, basis)

@@ -7,8 +7,20 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..curvature import Refreshed, State
-from ..linalg import Matrices
-from .base import PREFIXES, Batch, Context, Engine, Sides, adam_direction, first_direction, join, rate, split
+from .base import (
+    PREFIXES,
+    Batch,
+    Context,
+    Direction,
+    Engine,
+    Sides,
+    adam_direction,
+    first_direction,
+    join,
+    rate,
+    split,
+    turn_rate,
+)
 
 
 def rotate(sides: Sides, states: tuple[State, State], x: Tensor) -> Tensor:
@@ -29,7 +41,7 @@ class Soap(Engine):
     def slots(self, shape: tuple[int, ...], sides: Sides) -> dict[str, tuple[int, ...]]:
         return {"exp_avg_sq": (sides[0].rotated_dim, sides[1].rotated_dim)}
 
-    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Direction]:
         g, m = batch.stack
         (left, right), first = sides, context.t == 1
         lhs, rhs = split(state, PREFIXES[0]), split(state, PREFIXES[1])
@@ -43,8 +55,9 @@ class Soap(Engine):
             u = unrotate(sides, (lhs, rhs), adam_direction(rotate(sides, (lhs, rhs), m), v, context))
         # L <- b L + (1-b) G Gᵀ / n;  R <- b R + (1-b) GᵀG / r
         decay = rate(context.curvature_beta, context.t)
-        lhs, lhs_next = left.accumulate(lhs, g.mT, decay)
-        rhs, rhs_next = right.accumulate(rhs, g, decay)
+        turn = turn_rate(context.curvature_beta, context.t)
+        lhs, lhs_next = left.accumulate(lhs, g.mT, decay, turn)
+        rhs, rhs_next = right.accumulate(rhs, g, decay, turn)
         new = {**join(PREFIXES[0], lhs | lhs_next), **join(PREFIXES[1], rhs | rhs_next)}
         return {"exp_avg_sq": v, **new}, u
 

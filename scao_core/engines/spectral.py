@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..curvature import State
-from ..linalg import Matrices, polar
-from .base import Batch, Context, Engine, Sides, first_direction
+from ..linalg import polar
+from .base import Batch, Context, Direction, Engine, Sides, first_direction
 
 # Moonlight (arXiv 2502.16982): 0.2 √max(r, n) gives the step AdamW's typical root mean square, so AdamW's lr carries
 # over.
@@ -19,7 +19,7 @@ class Spectral(Engine):
     name: ClassVar[str] = "spectral"
     uses_factors: ClassVar[bool] = False
 
-    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Matrices]:
+    def direction(self, state: State, batch: Batch, sides: Sides, context: Context) -> tuple[State, Direction]:
         g, m = batch.stack
         if context.t == 1:
             return {}, first_direction(g, context.eps)

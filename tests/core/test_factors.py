@@ -25,7 +25,7 @@ def fed(factor, xs, rate=0.3):
     """A factor that has seen these samples, its basis refreshed where it has one to refresh."""
     state = factor.start(factor.initial(xs[0]), xs[0])
     for i, x in enumerate(xs):
-        state, later = factor.accumulate(state, x, 1.0 if i == 0 else rate)
+        state, later = factor.accumulate(state, x, *(2 * [1.0 if i == 0 else rate]))
         state = {**state, **later}
     if isinstance(factor, Refreshed):
         state = {**state, "basis": factor.refresh(factor.snapshot(state))[0]}
@@ -75,7 +75,7 @@ def test_mean_is_the_mean_energy(factor):
     state, energy = factor.start(factor.initial(xs[0]), xs[0]), 0.0
     for i, x in enumerate(xs):
         rate = 1.0 if i == 0 else 0.3
-        state, later = factor.accumulate(state, x, rate)
+        state, later = factor.accumulate(state, x, rate, rate)
         energy = (1 - rate) * energy + rate * float(x.square().sum()) / K / D
         torch.testing.assert_close(float(factor.mean(state)), energy)
         state = {**state, **later}
@@ -96,7 +96,12 @@ def test_nothing_given_is_written_to(factor):
     before = {key: value.clone() for key, value in state.items()}
     x = samples(seed=5)
     kept = x.clone()
-    factor.accumulate(state, x, 0.5), factor.whiten(state, x, 1e-3), factor.rotate(state, x), factor.start(state, x)
+    (
+        factor.accumulate(state, x, 0.5, 0.5),
+        factor.whiten(state, x, 1e-3),
+        factor.rotate(state, x),
+        factor.start(state, x),
+    )
     assert torch.equal(x, kept)
     assert all(torch.equal(state[key], before[key]) for key in state)
 
@@ -113,7 +118,7 @@ def test_transposed_view_gives_the_same(factor):
     x = samples(seed=9)
     view = x.T.contiguous().T
     torch.testing.assert_close(factor.whiten(state, x, 1e-3), factor.whiten(state, view, 1e-3), rtol=1e-10, atol=1e-12)
-    for a, b in zip(factor.accumulate(state, x, 0.5), factor.accumulate(state, view, 0.5), strict=True):
+    for a, b in zip(factor.accumulate(state, x, 0.5, 0.5), factor.accumulate(state, view, 0.5, 0.5), strict=True):
         for key in a:
             torch.testing.assert_close(a[key], b[key], rtol=1e-8, atol=1e-10)
 
@@ -153,7 +158,7 @@ class TestSpiked:
         x = draw()
         state = factor.start(factor.initial(x), x)
         for t in range(1, 301):
-            state, later = factor.accumulate(state, draw(), 1 / t)
+            state, later = factor.accumulate(state, draw(), 1 / t, 1 / t)
             state = {**state, **later}
         overlap = (state["basis"] @ truth.T).abs()
         # A sampling error of 1/√2400 and a lag of the running average.
@@ -168,7 +173,7 @@ class TestSpiked:
         for t in range(1, 60):
             x = torch.randn(8, 60, generator=generator) * 10 ** torch.randn(1, generator=generator)
             state = factor.start(state, x) if t == 1 else state
-            state, later = factor.accumulate(state, x, 1 / t)
+            state, later = factor.accumulate(state, x, 1 / t, 1 / t)
             state = {**state, **later}
             error = (state["basis"] @ state["basis"].T - torch.eye(3)).abs().max()
             # One round of Cholesky QR in fp32, on rows whose condition stays below about 1e2.
@@ -182,7 +187,7 @@ class TestSpiked:
         state = factor.start(factor.initial(one), one)
         for t in range(1, 30):
             x = one if t == 1 else torch.randn(6, 20, dtype=torch.float64, generator=generator)
-            state, later = factor.accumulate(state, x, 1 / t)
+            state, later = factor.accumulate(state, x, 1 / t, 1 / t)
             state = {**state, **later}
         torch.testing.assert_close(
             state["basis"] @ state["basis"].T, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-6
