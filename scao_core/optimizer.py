@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo  # what torch.optim uses; the public 
 from . import checkpoint, gather, groups, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
-from .engines import ENGINES, Context, rate
+from .engines import ENGINES, Context, adam_step_, rate
 from .errors import ConfigError, NonFiniteGradientError
 from .refresh import Tally, Turns, assign_turns, refresh
 from .reporting import ReportingOptimizer
@@ -231,6 +231,10 @@ class SCAO(ReportingOptimizer):
         group, engine = job.group, ENGINES[job.plan.engine]
         beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
         context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
+        if stacks.in_place(units):
+            adam_step_(units[0].param, units[0].state, units[0].grad, context, lr, weight_decay, stacks.limit(units))
+            return 0
         state = stacks.load(units)
         # M <- b M + (1-b) G
         batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t))
@@ -239,7 +243,7 @@ class SCAO(ReportingOptimizer):
         for part, u in stacks.parts(units, direction):
             moved = stacks.orient(limited_(u) if job.plan.is_matrix else u, job.plan)
             noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
-            apply_([unit.param for unit in part], moved, float(group["lr"]), group["weight_decay"], noise)
+            apply_([unit.param for unit in part], moved, lr, weight_decay, noise)
         stacks.store(units, changed)
         return sum(context.failed)
 

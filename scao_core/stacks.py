@@ -28,6 +28,7 @@ from .update import LARGEST, momentum_
 # measured).
 _PIECE = {"cpu": 2**22}
 _PIECE_ELSEWHERE = 2**25
+SLICE = 262144  # elements of a piece of a large tensor on the Adam path (chosen by measurement on one CPU)
 # From this many elements on, a matrix is read where it lies: copying it into a stack costs more than a call for each
 # (chosen by measurement on one CPU).
 _LARGE = 2**16
@@ -175,7 +176,7 @@ def _piece(device: torch.device) -> int:
 def slices(units: list[Unit]) -> Iterator[list[Unit]]:
     """A large tensor on the Adam path is cut into pieces, since its rule is element-wise; all else stays as it is."""
     unit = units[0]
-    numel, size = unit.param.numel(), _piece(unit.param.device)
+    numel, size = unit.param.numel(), SLICE if unit.param.device.type == "cpu" else _PIECE_ELSEWHERE
     if len(units) > 1 or unit.job.plan.is_matrix or numel <= size or not unit.param.is_contiguous():
         yield units
         return
@@ -184,6 +185,15 @@ def slices(units: list[Unit]) -> Iterator[list[Unit]]:
         part = slice(start, start + size)
         state = {key: value.view(1, -1)[:, part] if value.dim() else value for key, value in unit.state.items()}
         yield [Unit(unit.job, param[part], grad[part].view(1, -1), state, unit.t, (), start // size)]
+
+
+def in_place(units: list[Unit]) -> bool:
+    """Whether it is a piece of a large tensor that one in-place rule can take: all in one dtype, nothing negated or rounded."""
+    unit = units[0]
+    if len(units) > 1 or unit.job.plan.is_matrix or unit.param.numel() == unit.job.param.numel():
+        return False
+    dtypes = {unit.param.dtype, unit.grad.dtype, unit.state["exp_avg"].dtype, unit.state["exp_avg_sq"].dtype}
+    return len(dtypes) == 1 and not unit.job.group["maximize"]
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -216,6 +226,11 @@ def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
     grads, averages = [orient(g, job.plan) for g in grads], [orient(m, job.plan) for m in averages]
     views = grads[0].numel() >= _LARGE
     return Batch(grads, averages, unit, moderate, views, None if within else LARGEST)
+
+
+def limit(units: list[Unit]) -> float | None:
+    """Largest entry in units of the scale, None if nothing can exceed it."""
+    return None if _sizes(units)[1] else LARGEST
 
 
 def _sizes(units: list[Unit]) -> tuple[bool, bool]:

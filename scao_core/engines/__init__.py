@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .adam import Adam
+from .adam import Adam, adam_step_
 from .base import PREFIXES, Batch, Context, Engine, Sides, rate
 from .kl import KL
 from .soap import Soap
@@ -10,4 +10,17 @@ from .spectral import Spectral
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (KL(), Soap(), Spectral(), Adam())}
 
-__all__ = ["ENGINES", "KL", "PREFIXES", "Adam", "Batch", "Context", "Engine", "Sides", "Soap", "Spectral", "rate"]
+__all__ = [
+    "ENGINES",
+    "KL",
+    "PREFIXES",
+    "Adam",
+    "Batch",
+    "Context",
+    "Engine",
+    "Sides",
+    "Soap",
+    "Spectral",
+    "adam_step_",
+    "rate",
+]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from ..curvature import State
 from .base import Batch, Context, Direction, Engine, Sides, adam_direction, rate
 
@@ -22,3 +25,23 @@ class Adam(Engine):
         # v <- b2 v + (1-b2) g²;  U = m / (√v + eps)
         v = state["exp_avg_sq"].lerp(g.square(), rate(context.betas[1], context.t))
         return {"exp_avg_sq": v}, adam_direction(m, v, context)
+
+
+def adam_step_(
+    param: Tensor, state: State, grad: Tensor, context: Context, lr: float, weight_decay: float, limit: float | None
+) -> None:
+    """The same for a piece of one large tensor, in place, with one temporary: such a tensor costs memory traffic only.
+
+    Args:
+        state: ``exp_avg``, ``exp_avg_sq`` and ``scale`` of the piece; param, grad and these in one dtype.
+        limit: as in ``Batch``.
+    """
+    m, v, scale = state["exp_avg"], state["exp_avg_sq"], state["scale"]
+    m.lerp_(grad, rate(context.betas[0], context.t))
+    x = grad / scale
+    if limit is not None:
+        x.clamp_(-limit, limit)
+    v.lerp_(x.square_(), rate(context.betas[1], context.t))
+    # (√v + eps) · scale in the memory of x;  p <- (1 - lr wd) p - lr m / x
+    torch.sqrt(v, out=x).add_(context.eps).clamp_min_(torch.finfo(v.dtype).tiny).mul_(scale)
+    param.mul_(1 - lr * weight_decay).addcdiv_(m.view_as(param), x.view_as(param), value=-lr)

@@ -119,17 +119,21 @@ def first_direction(g: Tensor, eps: float) -> Tensor:
     return g / g.abs().add_(eps).clamp_min_(torch.finfo(g.dtype).tiny)
 
 
-def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:
-    """m / (√v + eps), within the largest value that it can have where m and v are averages of the same samples.
+def adam_bound(betas: tuple[float, float]) -> float:
+    """The largest |m| / √v that averages m and v of the same samples can have: 7.27 for betas (0.9, 0.999), at least 1.
 
-    By Cauchy and Schwarz that is (Σ w_i² / u_i)^1/2 for their weights w and u: 7.27 for betas (0.9, 0.999). Adam never
-    reaches the limit; a rule whose coordinates turn between two steps can.
+    By Cauchy and Schwarz it is (Σ w_i² / u_i)^1/2 for their weights w and u.
     """
-    b1, b2 = context.betas
+    b1, b2 = betas
     ratio = b1 * b1 / b2 if b2 > 0 else 0.0
-    bound = (1 - b1) / math.sqrt((1 - b2) * (1 - ratio)) if ratio < 1 else math.inf
+    return max(1.0, (1 - b1) / math.sqrt((1 - b2) * (1 - ratio))) if ratio < 1 else math.inf
+
+
+def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:
+    """m / (√v + eps) within its bound, which Adam never reaches; a rule whose coordinates turn between two steps can."""
+    bound = adam_bound(context.betas)
     u = m / v.sqrt().add_(context.eps).clamp_min_(torch.finfo(v.dtype).tiny)
-    return u.clamp_(-max(bound, 1.0), max(bound, 1.0))
+    return u.clamp_(-bound, bound)
 
 
 class Engine(ABC):

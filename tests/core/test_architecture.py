@@ -20,7 +20,7 @@ ALLOWED = {
     "linalg": set(),
     "update": set(),
     "curvature": {"linalg"},
-    "engines": {"curvature", "linalg"},
+    "engines": {"curvature", "linalg", "update"},
     "runtime": set(),
     "distributed": set(),
     "telemetry": set(),

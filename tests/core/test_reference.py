@@ -138,3 +138,19 @@ def test_vectors_equal_adam():
         a.step()
         b.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [1000, 1001])
+def test_large_tensors_are_cut_into_equal_work(numel, monkeypatch):
+    """The in-place path for pieces of a large tensor and the rule for whole ones are one rule."""
+    results = []
+    for size in (10**6, 64):
+        monkeypatch.setattr("scao_core.stacks.SLICE", size)
+        param = torch.nn.Parameter(torch.linspace(-1, 1, numel, dtype=torch.float64))
+        optimizer = SCAO([param], lr=1e-2, weight_decay=0.1)
+        for g in gradients((1, numel), 8, 5):
+            param.grad = g[0].clone()
+            optimizer.step()
+        results.append((param.detach(), optimizer.state[param]["exp_avg_sq"], optimizer.state[param]["exp_avg"]))
+    for whole, cut in zip(*results, strict=True):
+        torch.testing.assert_close(whole, cut, rtol=1e-12, atol=1e-12)
