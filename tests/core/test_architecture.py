@@ -29,6 +29,7 @@ ALLOWED = {
     "checkpoint": {"config", "errors", "plan"},
     "groups": {"checkpoint", "config", "errors", "gather", "plan"},
     "stacks": {"curvature", "engines", "errors", "plan", "update"},
+    "moves": {"engines", "stacks", "update"},
     "refresh": {"curvature", "engines", "groups", "plan", "runtime", "stacks"},
     "reporting": {"groups", "plan", "telemetry"},
 }
