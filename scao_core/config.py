@@ -18,7 +18,7 @@ from .errors import ConfigError, UnknownOptionError
 ENGINES = ("kl", "soap", "spectral")
 FACTOR_NAMES = ("dense", "spiked", "blocked", "diagonal")
 RUNTIME_NAMES = ("staggered", "inline")
-DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
+DTYPE_NAMES = ("float32", "bfloat16", "float64")  # not float16: small gradients would vanish in it
 NORM_RULES = ("decrease", "none")
 NONFINITE = ("skip", "raise")
 
@@ -101,7 +101,7 @@ def choice(*allowed: str) -> Callable[[str, Any], str]:
 
 def dtype_name(name: str, value: Any) -> str:
     """A floating dtype, as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``; kept as its name, which any loader can read."""
-    short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+    short = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
     word = str(value).strip().lower().removeprefix("torch.")
     return choice(*DTYPE_NAMES)(name, short.get(word, word))
 

@@ -93,7 +93,7 @@ def peaks(grads: list[Tensor], units: Iterable[int], rough: Iterable[bool]) -> l
 # Kinds of gradients whose squares may be summed, and the sums that tell that every entry is finite and some is not zero
 # (chosen).
 _DOT = (torch.float32, torch.float64)
-_SMALLEST, _LARGEST = 1e-20, 1e20
+_SMALLEST, _LARGEST = 1e-30, 1e30
 _CACHED = 2**20  # elements (chosen)
 
 

@@ -34,7 +34,7 @@ SLICE = 262144  # elements of a piece of a large tensor on the Adam path (chosen
 _LARGE = 2**16
 # Gradients and scales between the reciprocal and this may be squared and summed as they are (chosen: its square times a
 # sum of 10^7 elements stays far inside fp32).
-_MODERATE = 2.0**25
+_MODERATE = 2.0**40
 
 
 @dataclass(slots=True)

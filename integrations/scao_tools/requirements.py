@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from scao_tools.errors import MissingPackageError
 
-
 DEMO_MODULES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "gguf", "matplotlib", "rich", "typer")
 
 
