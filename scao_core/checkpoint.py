@@ -38,7 +38,7 @@ def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     Raises:
         CheckpointError: another optimizer's state, a newer schema, other groups, or tensors that do not fit.
     """
-    _check_form(state_dict)
+    check_form(state_dict)
     saved = state_dict["param_groups"]
     for group in saved:
         if SCHEMA_KEY not in group:
@@ -55,12 +55,13 @@ def check(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
             "built for the saved run"
         )
     for group, here in zip(saved, groups, strict=True):
+        _options(group)
         for position, (key, param) in enumerate(zip(group["params"], here["params"], strict=True)):
             if key in state_dict["state"]:
                 _check_entry(state_dict["state"][key], param, group, position)
 
 
-def _check_form(state_dict: Any) -> None:
+def check_form(state_dict: Any) -> None:
     wrong = "not an optimizer state dict"
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise CheckpointError(f"{wrong}: expected the keys 'state' and 'param_groups'; {_WAY_OUT}")
@@ -72,8 +73,8 @@ def _check_form(state_dict: Any) -> None:
 
 
 def completed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with options that it lacks (those of a later version) at their defaults."""
-    saved = [{**DEFAULTS, **group} for group in state_dict["param_groups"]]
+    """The state dict with options converted, and those that it lacks (of a later version) at their defaults."""
+    saved = [{**DEFAULTS, **group, **_options(group).as_dict()} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": saved}
 
 
@@ -106,11 +107,14 @@ def _writer(state_dict: Mapping[str, Any]) -> str:
 
 def _slots(param: Tensor, group: Mapping[str, Any]) -> dict[str, Slot]:
     """The planned state tensors of a parameter under the options of a saved group."""
+    return dict(plan(tuple(param.shape), param.dtype, plan_key(_options(group).as_dict())).slots)
+
+
+def _options(group: Mapping[str, Any]) -> Options:
     try:
-        options = Options.from_mapping({name: group[name] for name in OPTION_NAMES if name in group})
+        return Options.from_mapping({name: group[name] for name in OPTION_NAMES if name in group})
     except ConfigError as error:
         raise CheckpointError(f"the options in the state are not valid: {error}") from error
-    return dict(plan(tuple(param.shape), param.dtype, plan_key(options.as_dict())).slots)
 
 
 def _check_entry(entry: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], position: int) -> None:

@@ -24,8 +24,7 @@ NONFINITE = ("skip", "raise")
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return repr(value)[:80]
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, open_high: bool = False) -> Callable[[str, Any], float]:
@@ -179,7 +178,9 @@ class Options:
     max_dense_dim: int = _option(256, integer(1), "Largest side that gets one dense factor.")
     max_dim: int = _option(32768, integer(1), "A matrix with a longer side (a vocabulary) takes the Adam path.")
     bytes_per_param: float | None = _option(
-        None, optional(number(0.0)), "Most state per matrix parameter, in bytes; None: 8, AdamW's (soap: 12)."
+        None,
+        optional(number(0.0)),
+        "State per matrix parameter that its factors may take it to, in bytes; None: 8 (soap: 12).",
     )
     refresh_every: int = _option(10, integer(1), "Steps between two refreshes of an eigenbasis.")
     runtime: str = _option(
@@ -242,7 +243,8 @@ def _hint(word: str, known: Iterable[str]) -> str:
 
 def near_miss(name: str) -> bool:
     """True if a key of a parameter group is so close to an option that it must be a typing error."""
-    return bool(difflib.get_close_matches(name, [*OPTION_NAMES, *LEGACY], n=1, cutoff=0.8))
+    near = difflib.get_close_matches(name, [*OPTION_NAMES, *LEGACY], n=1, cutoff=0.8)
+    return bool(near) and abs(len(near[0]) - len(name)) <= 2
 
 
 def unknown_option(name: str, known: Iterable[str]) -> UnknownOptionError:
@@ -276,12 +278,14 @@ LEGACY: dict[str, tuple[Callable[[str, Any], Any], str | None, str]] = {
 
 
 def translate_legacy(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Split off the options of older SCAO code.
+    """Split off the options of older SCAO code, and AdamW's ``amsgrad``, which may be given as off.
 
     Returns:
         the options with the mapped ones renamed, and one sentence for each that has no meaning here.
     """
-    result = {name: value for name, value in options.items() if name not in LEGACY}
+    result = {name: value for name, value in options.items() if name not in LEGACY and name != "amsgrad"}
+    if options.get("amsgrad") not in (None, False):
+        raise ConfigError("amsgrad=True is not supported by SCAO; allowed: amsgrad=False (leave it out)")
     remarks = []
     old = {
         name: LEGACY[name][0](name, value) for name, value in options.items() if name in LEGACY and value is not None

@@ -5,8 +5,8 @@
     ScaoError
     ├── ConfigError (ValueError)            an option has a wrong type or value
     │   └── UnknownOptionError (TypeError)  an option that does not exist
-    ├── ParameterError (TypeError)          a parameter that cannot be optimized here (DTensor, flat shard, complex)
-    ├── GradientError (RuntimeError)        a gradient of the wrong layout, shape or dtype
+    ├── ParameterError (TypeError)          a parameter that cannot be optimized here (DTensor, flat shard)
+    ├── GradientError (RuntimeError)        a gradient that no rule can use (sparse, complex)
     │   └── NonFiniteGradientError          NaN or infinity, with on_nonfinite="raise"
     └── CheckpointError (ValueError)        a state dict that does not belong to this optimizer
 

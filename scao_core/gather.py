@@ -80,7 +80,7 @@ def peaks(grads: list[Tensor], units: Iterable[int], rough: Iterable[bool]) -> l
             exact.append(i)
     for members in alike.values():
         flat = [grads[i].view(-1) for i in members]
-        squares = torch.stack([torch.dot(x, x) for x in flat]).double().tolist()
+        squares = torch.stack([torch.dot(x, x) for x in flat]).cpu().double().tolist()
         for i, square in zip(members, squares, strict=True):
             if _SMALLEST < square < _LARGEST:
                 result[i] = [math.sqrt(square)]
@@ -112,6 +112,6 @@ def _exact_peaks(grads: list[Tensor], members: list[int], result: list[list[floa
                 (g.amin(), g.amax()) if g.numel() < _CACHED else torch.aminmax(g) for g in (grads[i] for i in same)
             ]
             low, high = (torch.stack(ends) for ends in zip(*bounds, strict=True))
-        values = iter(torch.maximum(high, -low).double().tolist())
+        values = iter(torch.maximum(high, -low).cpu().double().tolist())
         for i in same:
             result[i] = [next(values) for _ in result[i]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from . import gather
 from .checkpoint import SCHEMA, SCHEMA_KEY
@@ -93,6 +94,6 @@ def statistics(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Mapping[
 
 def only_large_vectors(groups: Iterable[Mapping[str, Any]]) -> int:
     """Elements of the largest vector if there is no matrix and that vector is the size of one, else 0."""
-    params = [p for group in groups for p in group["params"]]
+    params = [p for group in groups for p in group["params"] if not isinstance(p, UninitializedParameter)]
     largest = max((p.numel() for p in params if p.dim() == 1), default=0)
     return largest if largest >= 2**20 and all(p.dim() <= 1 for p in params) else 0

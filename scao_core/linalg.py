@@ -114,7 +114,7 @@ def orthonormal_rows(y: Tensor, careful: bool = False) -> Tensor:
     kind. Never
     fails: a zero row, and one that depends on those before it up to rounding, comes out as zero.
     """
-    if not careful:
+    if not careful or y.device.type == "mps":  # which has no fp64
         return _cholesky_qr(y)
     return _cholesky_qr(_cholesky_qr(y.double(), torch.finfo(y.dtype).eps)).to(y.dtype)
 
@@ -153,7 +153,7 @@ def eigenbasis(c: Tensor) -> tuple[Tensor, Tensor]:
     """
     d = c.shape[-1]
     flat = c.detach().reshape(-1, d, d)
-    work = flat.to(device="cpu", dtype=torch.float64 if d <= 64 else torch.promote_types(c.dtype, torch.float32))
+    work = flat.cpu().to(torch.float64 if d <= 64 else torch.promote_types(c.dtype, torch.float32))
     mean = torch.diagonal(work, dim1=-2, dim2=-1).mean(-1)
     ok = torch.isfinite(work).all(-1).all(-1) & (mean > 0)
     work = torch.where(ok[:, None, None], (work + work.mT) / (2 * mean[:, None, None]), torch.eye(d, dtype=work.dtype))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
 from . import stacks
 from .engines import ENGINES, Context, adam_step_, rate
 from .update import apply_, decay_, limited_
@@ -15,7 +20,7 @@ def move(units: list[stacks.Unit]) -> int:
     context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
     lr, weight_decay = float(group["lr"]), group["weight_decay"]
     if stacks.in_place(units):
-        adam_step_(units[0].param, units[0].state, units[0].grad, context, lr, weight_decay, stacks.limit(units))
+        adam_step_(units[0].param, units[0].state, stacks.limited(units)[0], context, lr, weight_decay)
         return 0
     state = stacks.load(units)
     # M <- b M + (1-b) G
@@ -37,3 +42,13 @@ def decay_idle(job: stacks.Job, active: list[stacks.Unit]) -> None:
         decay_([job.param], lr, weight_decay)
     elif len(active) < len(job.peaks):
         decay_([job.param[e] for e, peak in enumerate(job.peaks) if peak == 0], lr, weight_decay)
+
+
+@contextmanager
+def full_precision(devices: set[str]) -> Iterator[None]:
+    """Autocast off: a step inside an autocast region must not round its statistics to bf16."""
+    with ExitStack() as stack:
+        for device in sorted(devices):
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from . import checkpoint, gather, groups, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
 from .errors import ConfigError, NonFiniteGradientError
-from .moves import decay_idle, move
+from .moves import decay_idle, full_precision, move
+from .plan import Plan, plan_key
 from .refresh import Tally, Turns, assign_turns, refresh
 from .reporting import ReportingOptimizer
 from .telemetry import StepReport, Telemetry
@@ -41,8 +41,8 @@ class SCAO(ReportingOptimizer):
         block_size: largest block of the blocked factor.
         max_dense_dim: largest side that gets one dense factor.
         max_dim: a matrix with a longer side takes the Adam path.
-        bytes_per_param: most state per matrix parameter, in bytes; None: AdamW's 8 (12 for soap, which also keeps a
-            second moment).
+        bytes_per_param: state per matrix parameter that its factors may take it to, in bytes; what fits none takes Adam's 8.
+            None: 8, or 12 for soap, which also keeps a second moment.
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
@@ -67,6 +67,7 @@ class SCAO(ReportingOptimizer):
     """
 
     _turns: tuple[object, list[list[Turns]]] | None
+    _verified: dict[Tensor, Plan]
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class SCAO(ReportingOptimizer):
         named = {
             name: value for name, value in locals().items() if name in OPTION_NAMES and _differs(value, DEFAULTS[name])
         }
-        self._telemetry, self._turns = Telemetry(), None
+        self._telemetry, self._turns, self._verified = Telemetry(), None, {}
         defaults = Options.from_mapping(self._translated({**named, **older}))
         if not isinstance(params, Tensor):  # torch names that error itself
             params = groups.ordered(params)
@@ -162,7 +163,7 @@ class SCAO(ReportingOptimizer):
         if any_rank(bool(bad), device):
             self._skip(jobs, bad)
             return loss
-        with _full_precision({job.param.device.type for job in jobs}):
+        with full_precision({job.param.device.type for job in jobs}):
             self._advance(jobs)
         return loss
 
@@ -177,9 +178,13 @@ class SCAO(ReportingOptimizer):
                 name = names[i] if names else f"{i} of group {number}"
                 gather.check_gradient(param, param.grad, name)
                 job = stacks.Job(param, param.grad, plans[param], group, turns[i], name, first + i)
-                if self.state.get(param):
-                    self.state[param] = job.state = stacks.conformed(self.state[param], job)
+                job.state = self.state.get(param, {})
+                if job.state and not (self._verified.get(param) is job.plan and stacks.settled(job)):
+                    job.state = stacks.conformed(job.state, job)
                 jobs.append(job)
+        for job in jobs:  # only now: nothing is touched if one of them is refused
+            if job.state:
+                self.state[job.param], self._verified[job.param] = job.state, job.plan
         # The first gradient of a tensor sets its scale; later, on a CPU, a bound on its entries will do.
         rough = [stacks.has_scale(job) and job.plan.is_matrix and job.param.device.type == "cpu" for job in jobs]
         peaks = gather.peaks([job.grad for job in jobs], [math.prod(job.plan.batch) for job in jobs], rough)
@@ -217,7 +222,10 @@ class SCAO(ReportingOptimizer):
         self._record(jobs, units, tally)
 
     def _schedule(self) -> list[list[Turns]]:
-        now = tuple((group["refresh_every"], tuple(map(id, group["params"]))) for group in self.param_groups)
+        now = tuple(
+            (group["refresh_every"], plan_key(group), tuple((id(p), p.shape) for p in group["params"]))
+            for group in self.param_groups
+        )
         if self._turns is None or self._turns[0] != now:
             plans = [groups.Plans(group) for group in self.param_groups]
             self._turns = now, assign_turns(self.param_groups, plans)
@@ -255,7 +263,7 @@ class SCAO(ReportingOptimizer):
             CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has
                 changed.
         """
-        checkpoint.check(state_dict, self.param_groups)
+        checkpoint.check_form(state_dict)
         incoming: dict[str, Any] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -282,17 +290,8 @@ class SCAO(ReportingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._turns = None
+        self._turns, self._verified = None, {}
 
 
 def _differs(value: Any, default: Any) -> bool:
     return isinstance(value, Tensor) or type(value) is not type(default) or value != default
-
-
-@contextmanager
-def _full_precision(devices: set[str]) -> Iterator[None]:
-    """Autocast off: a step inside an autocast region must not round its statistics to bf16."""
-    with ExitStack() as stack:
-        for device in sorted(devices):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield

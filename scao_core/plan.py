@@ -73,12 +73,6 @@ class Plan:
         """True if the matrix is taller than wide; the maths then works on its transpose."""
         return self.is_matrix and self.matrix[0] > self.matrix[1]
 
-    @property
-    def oriented(self) -> tuple[int, int]:
-        """The matrix as r × n, r <= n."""
-        rows, columns = self.matrix
-        return (columns, rows) if self.transposed else (rows, columns)
-
     def describe(self) -> str:
         """``dense(16) x spiked(2048, 4)``, or the name of the rule where it has no factors."""
         words = {"spiked": "rank", "blocked": "side"}

@@ -3,6 +3,7 @@
 A gradient G is r × n, r <= n (a taller matrix is transposed first). L (r × r) and R (n × n) are the models of the two
 sides' factors; ``left`` and ``right`` name them: ("dense",), ("diagonal",), ("blocked", count) or ("spiked", rank).
 ``state`` has the keys of ``optimizer.state[p]``. Everything is computed in the dtype of G; compare in fp64.
+Left out are the guards that ordinary gradients never meet: entries above 2^50 times the first gradient, and rounding.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def step(
     elif o["engine"] == "soap":
         wl, wr = frame(left, ls, r), frame(right, rs, n)
         v = state["exp_avg_sq"] = b2 * state["exp_avg_sq"] + (1 - b2) * (wl.T @ g @ wr) ** 2
-        bound = (1 - o["betas"][0]) / math.sqrt((1 - o["betas"][1]) * (1 - o["betas"][0] ** 2 / o["betas"][1]))
+        ratio = o["betas"][0] ** 2 / o["betas"][1] if o["betas"][1] else 0.0
+        bound = max(1.0, (1 - o["betas"][0]) / math.sqrt((1 - o["betas"][1]) * (1 - ratio))) if ratio < 1 else math.inf
         u = (
             wl @ ((wl.T @ m @ wr) / (v.sqrt() + o["eps"])).clamp(-bound, bound) @ wr.T
         )  # Adam's own bound, by Cauchy-Schwarz

@@ -94,15 +94,19 @@ def conformed(state: State, job: Job) -> State:
         ConfigError: an option that shapes the state, or the parameter's shape, was changed while there was a state.
     """
     plan, param = job.plan, job.param
-    if state.keys() != {key for key, _ in plan.slots} or tuple(state["exp_avg"].shape) != plan.shape:
+    if {key: tuple(value.shape) for key, value in state.items()} != {key: slot.shape for key, slot in plan.slots}:
         raise ConfigError(
             f"parameter {job.name}: its state was made for other options or another shape than {plan.describe()} of "
             f"{plan.shape}; change the engine, the factors or the shape only with a new optimizer"
         )
-    if state["scale"].dtype == plan.compute and state["exp_avg"].device == param.device:
-        return state
-    slots = dict(plan.slots)
-    return {k: v.to("cpu" if k == "step" else param.device, slots[k].dtype) for k, v in state.items()}
+    return {k: state[k].to("cpu" if k == "step" else param.device, slot.dtype) for k, slot in plan.slots}
+
+
+def settled(job: Job) -> bool:
+    """Whether the state is where the parameter is and in its dtype: what may change from one step to the next."""
+    state, device = job.state, job.param.device
+    here = state["exp_avg"].device == device and state["step"].device.type == "cpu"
+    return here and state["scale"].dtype == job.plan.compute
 
 
 def has_scale(job: Job) -> bool:
@@ -210,7 +214,7 @@ def load(units: list[Unit]) -> State:
 def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
     """M <- (1 - rate) M + rate G in the state, and both as a batch; ``scale`` is (N)."""
     job = units[0].job
-    grads = [u.grad for u in units]
+    grads = limited(units)
     averages = [u.state["exp_avg"] for u in units]
     if job.group["maximize"] or grads[0].dtype != job.plan.compute:
         grads = [(-g if job.group["maximize"] else g).to(job.plan.compute) for g in grads]
@@ -219,18 +223,25 @@ def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
     else:
         exact = [m.to(job.plan.compute) for m in averages]
         momentum_(exact, grads, rate)
-        torch._foreach_copy_(averages, exact)
+        largest = torch.finfo(averages[0].dtype).max
+        torch._foreach_copy_(averages, [m.clamp_(-largest, largest) for m in exact])
         averages = exact
     unit = scale.reciprocal().reshape(-1, 1, 1)
-    moderate, within = _sizes(units)
     grads, averages = [orient(g, job.plan) for g in grads], [orient(m, job.plan) for m in averages]
-    views = grads[0].numel() >= _LARGE
-    return Batch(grads, averages, unit, moderate, views, None if within else LARGEST)
+    # On an accelerator launches count, and a stack is better than a call for each matrix.
+    views = job.param.device.type == "cpu" and (len(units) == 1 or grads[0].numel() >= _LARGE)
+    return Batch(grads, averages, unit, _sizes(units)[0], views)
 
 
-def limit(units: list[Unit]) -> float | None:
-    """Largest entry in units of the scale, None if nothing can exceed it."""
-    return None if _sizes(units)[1] else LARGEST
+def limited(units: list[Unit]) -> list[Tensor]:
+    """The gradients, cut off at 2^50 times the tensor's first one where they may be larger.
+
+    Sums of squares then stay finite, and so does the momentum in units of the scale, for good.
+    """
+    if _sizes(units)[1]:
+        return [u.grad for u in units]
+    bounds = [(u.state["scale"] * LARGEST).to(u.grad.dtype) for u in units]
+    return [u.grad.clamp(-bound, bound) for u, bound in zip(units, bounds, strict=True)]
 
 
 def _sizes(units: list[Unit]) -> tuple[bool, bool]:
@@ -242,8 +253,8 @@ def _sizes(units: list[Unit]) -> tuple[bool, bool]:
         return False, False
     scales = [u.state["scale"].item() for u in units]
     peaks = [u.job.peaks[u.part] if u.job.plan.batch else max(u.job.peaks) for u in units]
-    moderate = all(1 / _MODERATE < x < _MODERATE for x in (*scales, *peaks))
-    return moderate, moderate or all(p <= LARGEST * s for p, s in zip(peaks, scales, strict=True))
+    within = all(p <= LARGEST * s for p, s in zip(peaks, scales, strict=True))
+    return within and all(1 / _MODERATE < x < _MODERATE for x in (*scales, *peaks)), within
 
 
 def parts(units: list[Unit], direction: Direction) -> Iterator[tuple[list[Unit], Tensor]]:

@@ -35,7 +35,7 @@ class StepReport:
 
 @dataclass
 class Report:
-    """Totals since the optimizer was made or loaded; ``print(optimizer.report())`` shows a table."""
+    """Totals since the optimizer was made (loading resets nothing); ``print(optimizer.report())`` shows a table."""
 
     steps: int = 0
     skipped_steps: int = 0

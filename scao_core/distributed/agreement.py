@@ -14,7 +14,11 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return flag
-    on_device = "nccl" in str(dist.get_backend()) and device.type == "cuda"
-    shared = torch.tensor(float(flag), device=device if on_device else "cpu")
+    # A backend of an accelerator takes no host tensor, even from a rank whose parameters have no gradient in this step.
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif "cpu" in str(dist.get_backend()) or dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    shared = torch.tensor(float(flag), device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return bool(shared.item())

@@ -27,21 +27,17 @@ class Adam(Engine):
         return {"exp_avg_sq": v}, adam_direction(m, v, context)
 
 
-def adam_step_(
-    param: Tensor, state: State, grad: Tensor, context: Context, lr: float, weight_decay: float, limit: float | None
-) -> None:
+def adam_step_(param: Tensor, state: State, grad: Tensor, context: Context, lr: float, weight_decay: float) -> None:
     """The same for a piece of one large tensor, in place, with one temporary: such a tensor costs memory traffic only.
 
     Args:
         state: ``exp_avg``, ``exp_avg_sq`` and ``scale`` of the piece; param, grad and these in one dtype.
-        limit: as in ``Batch``.
     """
     m, v, scale = state["exp_avg"], state["exp_avg_sq"], state["scale"]
     m.lerp_(grad, rate(context.betas[0], context.t))
     x = grad / scale
-    if limit is not None:
-        x.clamp_(-limit, limit)
     v.lerp_(x.square_(), rate(context.betas[1], context.t))
-    # (√v + eps) · scale in the memory of x;  p <- (1 - lr wd) p - lr m / x
-    torch.sqrt(v, out=x).add_(context.eps).clamp_min_(torch.finfo(v.dtype).tiny).mul_(scale)
-    param.mul_(1 - lr * weight_decay).addcdiv_(m.view_as(param), x.view_as(param), value=-lr)
+    # U = m / (√v + eps) in the memory of x;  p <- (1 - lr wd) p - lr U
+    torch.sqrt(v, out=x).add_(context.eps).clamp_min_(torch.finfo(v.dtype).tiny)
+    torch.div(m, x, out=x).div_(scale)
+    param.mul_(1 - lr * weight_decay).sub_(x.view_as(param), alpha=lr)

@@ -54,7 +54,6 @@ class Batch:
         unit: (N, 1, 1), the reciprocal of each matrix's scale.
         moderate: whether the matrices may be squared and summed in their own unit; else only in units of the scale.
         views: whether they are best read where they lie, not as a stack.
-        limit: largest entry in units of the scale, None if nothing can exceed it.
     """
 
     grads: list[Tensor]
@@ -62,7 +61,6 @@ class Batch:
     unit: Tensor
     moderate: bool
     views: bool
-    limit: float | None = None
 
     @cached_property
     def stack(self) -> tuple[Tensor, Tensor]:
@@ -70,16 +68,17 @@ class Batch:
         return self._stacked(self.grads), self._stacked(self.averages)
 
     def _stacked(self, matrices: list[Tensor]) -> Tensor:
-        result = matrices[0].unsqueeze(0) * self.unit if len(matrices) == 1 else _stack(matrices).mul_(self.unit)
-        return result if self.limit is None else result.clamp_(-self.limit, self.limit)
+        return matrices[0].unsqueeze(0) * self.unit if len(matrices) == 1 else _stack(matrices).mul_(self.unit)
 
     def read(self) -> tuple[Matrices, Matrices, Tensor]:
         """G, M and the unit that products with them are still to be multiplied by."""
-        if not self.moderate:
-            return *self.stack, torch.ones_like(self.unit)
-        if len(self.grads) > 1 and not self.views:
+        if self.views and self.moderate:
+            return self.grads, self.averages, self.unit
+        if self.moderate:
             return _stack(self.grads), _stack(self.averages), self.unit
-        return self.grads, self.averages, self.unit
+        g, m = self.stack
+        one = torch.ones_like(self.unit)
+        return (list(g.unbind(0)), list(m.unbind(0)), one) if self.views else (g, m, one)
 
 
 def _stack(matrices: list[Tensor]) -> Tensor:

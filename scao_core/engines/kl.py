@@ -69,7 +69,8 @@ def gain_of(squares: Tensor, decrease: Tensor, left: Factor, lhs: State) -> Tens
         decrease: ⟨M, U⟩ (…) of the step without gain.
     """
     rows = (left.diagonal(lhs) / left.mean(lhs)[..., None]).clamp_min(tiny(squares)).rsqrt()
-    return torch.where(decrease > 0, (rows * squares).sum(-1) / decrease, 1.0).clamp(*_GAIN_RANGE)
+    ratio = (rows * squares).sum(-1) / decrease
+    return torch.where((decrease > 0) & torch.isfinite(ratio), ratio, 1.0).clamp(*_GAIN_RANGE)
 
 
 def column_weights(right: Factor, rhs: State) -> Tensor:

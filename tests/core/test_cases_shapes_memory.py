@@ -297,7 +297,7 @@ def test_stacking_equal_shapes_is_only_a_speedup(engine: str) -> None:
 # --- planned bytes ----------------
 
 
-@pytest.mark.parametrize("momentum", [None, torch.bfloat16, "fp16", "float64"])
+@pytest.mark.parametrize("momentum", [None, torch.bfloat16, "bf16", "float64"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_planned_bytes_are_the_measured_bytes(engine: str, dtype: torch.dtype, momentum: Any) -> None:
