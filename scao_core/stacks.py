@@ -223,7 +223,7 @@ def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
     else:
         exact = [m.to(job.plan.compute) for m in averages]
         momentum_(exact, grads, rate)
-        largest = torch.finfo(averages[0].dtype).max
+        largest = min(torch.finfo(averages[0].dtype).max, torch.finfo(job.plan.compute).max)
         torch._foreach_copy_(averages, [m.clamp_(-largest, largest) for m in exact])
         averages = exact
     unit = scale.reciprocal().reshape(-1, 1, 1)

@@ -754,3 +754,27 @@ def test_a_group_added_after_resume_with_bad_options_changes_nothing() -> None:
             opt.add_param_group({"params": make_params([(3,)]), **bad})
     assert equal(opt.state_dict(), before)
     train(opt, params, range(2, 4))
+
+
+def test_options_of_a_state_dict_are_checked_and_converted() -> None:
+    """Also where it holds no state yet."""
+    opt = SCAO([torch.nn.Parameter(torch.zeros(4, 8))])
+    saved = opt.state_dict()
+    saved["param_groups"][0]["refresh_every"] = "7"
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["refresh_every"] == 7
+    for bad in ({"engine": "foo"}, {"lr": float("nan")}, {"betas": (2, 3)}):
+        with pytest.raises(CheckpointError):
+            opt.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], **bad}]})
+
+
+def test_a_users_hook_may_repair_what_is_loaded() -> None:
+    opt = SCAO([torch.nn.Parameter(torch.zeros(4, 8))])
+    saved = opt.state_dict()
+    schema = saved["param_groups"][0].pop("scao_schema")
+
+    def repair(_: torch.optim.Optimizer, given: dict) -> dict:
+        return {**given, "param_groups": [{**group, "scao_schema": schema} for group in given["param_groups"]]}
+
+    opt.register_load_state_dict_pre_hook(repair)
+    opt.load_state_dict(saved)

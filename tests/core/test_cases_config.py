@@ -228,8 +228,8 @@ def test_the_sentence_separates_hint_and_list() -> None:
         SCAO(params(), wieght_decay=1)
     assert "'weight_decay'?" in str(caught.value)
     with pytest.raises(UnknownOptionError) as caught:
-        SCAO(params(), amsgrad=True)  # nothing is near: the list follows, after a stop
-    assert "'amsgrad' Options" not in str(caught.value)
+        SCAO(params(), nonsense_word=True)  # nothing is near: the list follows, after a stop
+    assert "'nonsense_word' Options" not in str(caught.value)
     assert "weight_decay" in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
-from scao import SCAO, GradientError, ParameterError, StepReport
+from scao import SCAO, ConfigError, GradientError, ParameterError, StepReport
 
 ENGINES = ("kl", "soap", "spectral")
 
@@ -586,3 +586,34 @@ def test_a_compiled_step_is_the_plain_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("change", [{"spike_rank": 3}, {"momentum_dtype": "bfloat16"}, {"engine": "soap"}], ids=str)
+def test_an_option_that_shapes_the_state_cannot_change_under_it(change: dict[str, Any]) -> None:
+    """Refused before anything moves, the parameters that come first included."""
+    params = [Parameter(torch.zeros(8, 64)), Parameter(torch.zeros(16, 4096))]
+    opt = SCAO([{"params": params[:1]}, {"params": params[1:]}])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    before = [p.detach().clone() for p in params]
+    opt.param_groups[1].update(change)
+    if change == {"momentum_dtype": "bfloat16"}:
+        opt.step()  # only its dtype: the momentum is converted, and planned bytes stay true
+        assert opt.precond_stats()["planned_bytes"] == opt.precond_stats()["state_bytes"]
+        return
+    with pytest.raises(ConfigError, match="new optimizer"):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_amsgrad_may_be_given_as_off() -> None:
+    SCAO([Parameter(torch.zeros(2, 2))], amsgrad=False)
+    with pytest.raises(ConfigError, match="amsgrad"):
+        SCAO([Parameter(torch.zeros(2, 2))], amsgrad=True)
+
+
+def test_keys_of_other_tools_are_kept_in_groups() -> None:
+    extra = {"weight_decay_mult": 1.0, "base_weight_decay": 0.1, "lr_scale": 0.5, "initial_lr": 1e-3}
+    opt = SCAO([{"params": [Parameter(torch.zeros(2, 2))], **extra}])
+    assert extra.items() <= opt.param_groups[0].items()

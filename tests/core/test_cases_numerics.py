@@ -847,3 +847,30 @@ def test_damping_and_eps_are_relative() -> None:
             p.grad = 1e-9 * low_rank((8, 40), t)
             opt.step()
         assert p.detach().square().mean().sqrt() > 1e-3 * math.sqrt(5) * 0.2
+
+
+@pytest.mark.parametrize("shape", [(16, 5000), (8, 32), (1000,), (300_000,)], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_spike_leaves_no_trace_that_is_not_finite(engine: str, shape: tuple[int, ...]) -> None:
+    """Also a jump that is larger than 2^50 while both gradients are of a moderate size, and one that comes late."""
+    generator = torch.Generator().manual_seed(0)
+    for scales in ([1e-12, 1e9, 1e9], [1e-20, 1.0], [1, 1, 1, 1, 1e28, 1, 1, 1, 1]):
+        p = Parameter(torch.zeros(shape))
+        opt = SCAO([p], lr=1e-3, weight_decay=0.0, engine=engine)
+        for scale in scales:
+            p.grad = torch.randn(shape, generator=generator) * scale
+            opt.step()
+        assert torch.isfinite(p).all(), scales
+        # Nine steps, each entry within ten times lr.
+        assert p.abs().max() <= 9 * 1e-2, scales
+        assert opt.report().failed_refreshes == 0
+
+
+def test_untouched_entries_of_a_large_table_stay_without_eps() -> None:
+    p = Parameter(torch.zeros(300_000))
+    opt = SCAO([p], lr=1e-3, eps=0.0)
+    p.grad = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 1e-8
+    p.grad[:10] = 0
+    opt.step()
+    assert not p[:10].any()
+    assert torch.isfinite(p).all()
