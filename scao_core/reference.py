@@ -92,7 +92,7 @@ def accumulate(kind: Kind, s: State, x: Tensor, b: float, t: int) -> State:
         spikes = torch.diag(v @ c @ v.T)
         s["energy"] = b * s["energy"] + (1 - b) * spikes
         s["tail"] = b * s["tail"] + (1 - b) * ((torch.trace(c) - spikes.sum()) / (d - kind[1])).clamp_min(0)
-        w = 1 - b if t <= 16 else min(1, 4 * (1 - b)) if t % 4 == 0 else 0  # after 16 steps V turns at every fourth
+        w = 1 - b if t <= 8 else min(1, 4 * (1 - b)) if t % 4 == 0 else 0  # after 8 steps V turns at every fourth
         if w == 0:
             return {}
         drawn = torch.diag(1 / torch.maximum(s["energy"], s["tail"])) @ v @ c
@@ -160,7 +160,7 @@ def step(
         u = inverse_root(left, ls, r, o["damping"], unit=True) @ m @ inverse_root(right, rs, n, o["damping"])
         if t == 1:
             state["gain"] = torch.ones_like(state["gain"])
-        elif o["norm_rule"] == "decrease" and (t <= 8 or t % 4 == 0):
+        elif o["norm_rule"] == "decrease" and (t <= 4 or t % 4 == 0):
             # the decrease <M, U> of the loss to first order becomes that of Adam with factored second moments
             v = (
                 torch.outer(second_moments(left, ls, r), second_moments(right, rs, n))

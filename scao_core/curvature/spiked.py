@@ -13,7 +13,7 @@ from ..linalg import along_rows, orthonormal_rows
 from .base import Factor, State, damped_root, tiny
 
 _LOST = 1e-6  # chosen: share of a gradient's energy below which a direction holds almost nothing of it
-_EARLY = 0.1  # chosen: weight of one gradient above which a basis is orthonormalized with care
+_EARLY = 0.3  # chosen: weight of one gradient above which a basis is orthonormalized with care
 _START_ROUNDS = 2  # chosen: rounds of subspace iteration on the first gradient
 
 

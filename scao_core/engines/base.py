@@ -18,7 +18,7 @@ from ..linalg import Matrices
 Direction = Tensor | Iterable[Tensor]
 """U of N matrices: a stack (N, r, n), or one by one."""
 Sides = tuple[Factor, ...]
-_TURN_FIRST, _TURN_EVERY = 16, 4  # chosen
+_TURN_FIRST, _TURN_EVERY = 8, 4  # chosen
 PREFIXES = ("left_", "right_")
 
 

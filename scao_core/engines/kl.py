@@ -19,7 +19,7 @@ from ..linalg import along_rows, gram, low_rank_sum, weighted_rows, weighted_squ
 from .base import PREFIXES, Batch, Context, Direction, Engine, Sides, first_direction, join, rate, split, turn_rate
 
 # The gain is measured at each of the first steps and then at every few: it moves slowly (both chosen).
-_GAIN_FIRST, _GAIN_EVERY = 8, 4
+_GAIN_FIRST, _GAIN_EVERY = 4, 4
 _GAIN_RANGE = (0.5, 8.0)  # chosen
 
 
