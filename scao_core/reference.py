@@ -160,7 +160,7 @@ def step(
         u = inverse_root(left, ls, r, o["damping"], unit=True) @ m @ inverse_root(right, rs, n, o["damping"])
         if t == 1:
             state["gain"] = torch.ones_like(state["gain"])
-        elif o["norm_rule"] == "decrease" and (t <= 4 or t % 4 == 0):
+        elif o["norm_rule"] == "decrease" and (t <= 4 or t % 4 == 2):
             # the decrease <M, U> of the loss to first order becomes that of Adam with factored second moments
             v = (
                 torch.outer(second_moments(left, ls, r), second_moments(right, rs, n))

@@ -58,7 +58,9 @@ Stepped = tuple[State, State, Tensor, Direction]
 
 def gain_due(context: Context) -> bool:
     """Whether α is measured in this step."""
-    return context.norm_rule == "decrease" and (context.t <= _GAIN_FIRST or context.t % _GAIN_EVERY == 0)
+    return context.norm_rule == "decrease" and (
+        context.t <= _GAIN_FIRST or context.t % _GAIN_EVERY == 2
+    )  # not the steps at which directions turn
 
 
 def gain_of(squares: Tensor, decrease: Tensor, left: Factor, lhs: State) -> Tensor:
