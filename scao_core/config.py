@@ -163,13 +163,9 @@ def _option(default: Any, convert: Callable[[str, Any], Any], doc: str) -> Any:
 class Options:
     """What every parameter group can set. The documentation's option table is generated from these fields."""
 
-    lr: Any = _option(
-        1e-3, learning_rate, "Learning rate: start from the one you use with AdamW. A 0-d tensor is kept."
-    )
+    lr: Any = _option(1e-3, learning_rate, "Learning rate: start from AdamW's. A 0-d tensor is kept.")
     betas: tuple[float, float] = _option((0.9, 0.999), betas_pair, "Decay of the momentum and of the second moments.")
-    eps: float = _option(
-        1e-8, number(0.0), "Added to square roots, relative to the size of the tensor's first gradient."
-    )
+    eps: float = _option(1e-8, number(0.0), "Added to square roots, relative to the tensor's first gradient.")
     weight_decay: float = _option(1e-2, number(0.0), "Decoupled weight decay, as in AdamW.")
     engine: str = _option("kl", choice(*ENGINES), "Update rule for matrices: kl, soap or spectral.")
     factors: str = _option("auto", factor_pair, "Curvature factors of the shorter and longer side, or auto.")

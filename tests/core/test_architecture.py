@@ -10,7 +10,7 @@ import pytest
 
 import scao_core
 from scao_core import SCAO
-from scao_core.config import DEFAULTS, OPTION_NAMES, Options
+from scao_core.config import DEFAULTS, LEGACY, OPTION_NAMES, Options
 
 CORE = Path(scao_core.__file__).parent
 ALLOWED = {
@@ -94,3 +94,12 @@ def test_one_line_module_offers_all():
     import scao
 
     assert set(scao_core.__all__) - {"__version__"} <= set(vars(scao))
+
+
+def test_table_of_options_is_that_of_the_code():
+    """docs/options.md holds one row for each field of ``Options`` and each older name, as the code has them."""
+    text = (CORE.parent / "docs" / "options.md").read_text()
+    for field in Options.__dataclass_fields__.values():
+        assert f"| `{field.name}` | `{field.default!r}` | {field.metadata['doc']} |" in text
+    for name, (_, target, advice) in LEGACY.items():
+        assert f"| `{name}` | {f'becomes `{target}`' if target else advice} |" in text
