@@ -111,7 +111,10 @@ def settled(job: Job) -> bool:
 
 def has_scale(job: Job) -> bool:
     """Whether each unit of the parameter has had its first gradient."""
-    return bool(job.state) and bool((job.state["step"] > 0).all())
+    if not job.state:
+        return False
+    step = job.state["step"]
+    return bool((step > 0).all()) if step.dim() else step.item() > 0
 
 
 def advance(job: Job) -> list[Unit]:
