@@ -252,6 +252,7 @@ class SCAO(ReportingOptimizer):
         known = {param for group in self.param_groups for param in group["params"]}
         for gone in [param for param in self.state if param not in known]:
             del self.state[gone]  # of a parameter that was replaced or removed; torch would fail on it
+            self._verified.pop(gone, None)
         result = super().state_dict()
         result["param_groups"] = [checkpoint.plain(group) for group in result["param_groups"]]
         return result

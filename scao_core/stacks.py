@@ -1,7 +1,7 @@
 """From parameters to stacks of equal matrices and back.
 
 A *unit* is one matrix (or vector) of one parameter: a 3-D parameter of E experts is E units. Units with the same plan,
-step count and group are stacked and handled in one call, in pieces that fit the cache on a CPU. The state of a
+step count and group are handled in one call, as a stack or as a list of views. The state of a
 parameter stays in its own tensors under ``optimizer.state[p]``, which is what makes saving, copying and moving it an
 ordinary matter.
 """
@@ -23,9 +23,8 @@ from .errors import ConfigError
 from .plan import Plan
 from .update import LARGEST, momentum_
 
-# Elements handled at once: on a CPU the working set of a step (about six arrays) should stay in the second-level cache;
-# on an accelerator only launches count (both chosen by measurement on one CPU, `make bench-step`; the second not
-# measured).
+# Elements handled at once: on a CPU enough matrices to share the cost of a call, and few enough for the temporaries to
+# stay small (chosen with `make bench-step` on one CPU); on an accelerator only launches count (chosen, not measured).
 _PIECE = {"cpu": 2**22}
 _PIECE_ELSEWHERE = 2**25
 SLICE = 262144  # elements of a piece of a large tensor on the Adam path (chosen by measurement on one CPU)

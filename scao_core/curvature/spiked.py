@@ -21,7 +21,7 @@ _START_ROUNDS = 2  # chosen: rounds of subspace iteration on the first gradient
 class Spiked(Factor):
     """C = Vᵀ diag(μ) V + τ (I - VᵀV), with the rows of V (ρ × d) orthonormal: 4 (d ρ + ρ + 1) bytes.
 
-    V follows the dominant eigenvectors by one step of orthogonal iteration on each gradient (Oja 1982; Gram-Schmidt
+    V follows the dominant eigenvectors by steps of orthogonal iteration on the gradients (Oja 1982; Gram-Schmidt
     keeps the rows in order of dominance, so μ needs no rotation). μ and τ are measured along the current V at every
     step.
 

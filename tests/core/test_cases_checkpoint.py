@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from comparing import equal
 from scao import SCAO, CheckpointError, ConfigError
 
 ENGINES = ("kl", "soap", "spectral")
@@ -50,18 +51,6 @@ def train(
     for t in steps:
         set_grads(params, t, skip)
         opt.step()
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Deep equality, with tensors compared in dtype, shape and bits."""
-    if isinstance(a, Tensor):
-        same = isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return bool(same and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(type(a) is type(b) and a == b)
 
 
 def values(params: Sequence[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
+from comparing import equal
 from scao import SCAO, ConfigError, GradientError, ParameterError, StepReport
 
 ENGINES = ("kl", "soap", "spectral")
@@ -34,16 +35,6 @@ def train(opt: torch.optim.Optimizer, params: list[Parameter], steps: range) -> 
         for i, p in enumerate(params):
             p.grad = noise(p, 31 * t + i)
         opt.step()
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def model_and_data(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:

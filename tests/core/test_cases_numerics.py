@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from comparing import equal
 from scao import SCAO, NonFiniteGradientError
 
 ENGINES = ("kl", "soap", "spectral")
@@ -50,16 +51,6 @@ def low_rank(shape: tuple[int, ...], t: int) -> Tensor:
 
 def snapshot(opt: SCAO, params: list[Parameter]) -> tuple[list[Tensor], dict[str, Any]]:
     return [p.detach().clone() for p in params], copy.deepcopy(opt.state_dict())
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def finite(opt: SCAO, params: list[Parameter]) -> bool:
