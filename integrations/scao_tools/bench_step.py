@@ -16,10 +16,8 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,14 +123,14 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def measure_peer(name: str, requirement: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]] | str:
     """The same in a process of its own, with the peer first on the path; a sentence where it could not be run."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "scao" / "peers" / requirement
-    if not cache.exists():
-        with tempfile.TemporaryDirectory() as fresh:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh, requirement]
-            if subprocess.run(command, check=False).returncode:
-                return f"could not be installed: pip install {requirement}"
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["cp", "-r", fresh, str(cache)], check=True)
+    # Not at the top: a worker finds torch and the peer, and not necessarily us.
+    from scao_tools.errors import MissingPackageError
+    from scao_tools.peer_packages import peer_folder
+
+    try:
+        folder = peer_folder(requirement)
+    except MissingPackageError as error:
+        return str(error)
     worker = [sys.executable, __file__, "--worker", name, "--layers", str(arguments.peer_layers)]
     worker += [
         "--steps",
@@ -142,7 +140,7 @@ def measure_peer(name: str, requirement: str, arguments: argparse.Namespace) -> 
         "--threads",
         str(arguments.threads),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(cache), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
             worker, env=environment, capture_output=True, text=True, timeout=8 * arguments.seconds, check=False

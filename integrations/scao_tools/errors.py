@@ -6,7 +6,8 @@ ToolError
 ├── DataError            the training data cannot be read or holds nothing usable
 ├── ModelError           the model cannot be found or cannot be fine-tuned with LoRA
 ├── OutputError          the output directory cannot be used
-└── ResumeError          an interrupted run cannot be continued
+├── ResumeError          an interrupted run cannot be continued
+└── ResultsError         a file of benchmark results cannot be used
 
 Each message is one sentence that says what was wrong, what was given, what is allowed, and what to do next.
 """
@@ -40,3 +41,7 @@ class OutputError(ToolError):
 
 class ResumeError(ToolError):
     """An interrupted run cannot be continued."""
+
+
+class ResultsError(ToolError):
+    """A file of benchmark results cannot be used."""

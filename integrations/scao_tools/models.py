@@ -197,6 +197,15 @@ def add_lora(model: Any, settings: LoraSettings, seed: int) -> Any:
     return adapted
 
 
+def reset_lora(model: Any, seed: int) -> None:
+    """Draw the adapters anew, as `add_lora` with this seed does."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "reset_lora_parameters"):
+            for adapter in module.lora_A:
+                module.reset_lora_parameters(adapter, True)
+
+
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The adapter parameters by name, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -23,7 +23,10 @@ class StopRequested(Exception):  # noqa: N818 - not an error: the user asked for
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What all optimizers of a comparison share."""
+    """What all optimizers of a comparison share.
+
+    ``schedule`` is ``"linear"``, or ``"constant"`` after the warmup for an optimizer that averages instead of decaying.
+    """
 
     steps: int
     lr: float
@@ -31,6 +34,7 @@ class TrainSettings:
     warmup_share: float = 0.06
     max_grad_norm: float = 1.0
     micro_tokens: int = 1024
+    schedule: str = "linear"
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,14 @@ Event = StepDone | EvalDone | Diverged
 
 
 def lr_at(step: int, settings: TrainSettings) -> float:
-    """Learning rate of a 0-based step: linear warmup, then linear decay that would reach 0 one step after the last."""
+    """Learning rate of a 0-based step: linear warmup, then linear decay that would reach 0 one step after the last,
+    or no decay.
+    """
     warmup = max(1, round(settings.warmup_share * settings.steps))
     if step < warmup:
         return settings.lr * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return settings.lr
     return settings.lr * (settings.steps - step) / (settings.steps - warmup + 1)
 
 
@@ -148,6 +156,8 @@ class Trainer:
         self._device = self._params[0].device
         # fp16 gradients underflow without a scale; bf16 and fp32 have the range.
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=fp16)
+        # Groups may have been built with learning rates of their own, as LoRA+ does: the schedule keeps the ratios.
+        self._ratios = [group["lr"] / settings.lr for group in optimizer.param_groups]
 
     def run(
         self,
@@ -164,7 +174,7 @@ class Trainer:
                 return
             if self.steps_done in settings.eval_steps and self.steps_done not in evaluated:
                 try:
-                    evaluated_now = self._evaluator(self.steps_done, settings.micro_tokens, should_stop)
+                    evaluated_now = self._evaluate(should_stop)
                 except StopRequested:
                     return
                 yield evaluated_now
@@ -175,12 +185,21 @@ class Trainer:
             self.nonfinite_streak = 0 if math.isfinite(event.loss) else self.nonfinite_streak + 1
             yield event
 
+    def _evaluate(self, should_stop: Callable[[], bool]) -> EvalDone:
+        """Evaluate the weights that the optimizer would hand over: one that averages them shows them by ``eval()``."""
+        to_eval, to_train = (getattr(self.optimizer, name, lambda: None) for name in ("eval", "train"))
+        to_eval()
+        try:
+            return self._evaluator(self.steps_done, self.settings.micro_tokens, should_stop)
+        finally:
+            to_train()
+
     def step(self, examples: Sequence[Encoded]) -> StepDone:
         """One update: gradients of the mean loss over the step's label tokens, clipped, then the optimizer."""
         start = time.perf_counter()
         lr = lr_at(self.steps_done, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
         loss = self._backward(examples)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self._params, self.settings.max_grad_norm)

@@ -8,6 +8,8 @@ from typing import Any
 
 # Name -> where its function is. The modules import only typer; what a command needs, it imports when it runs.
 COMMANDS = {
+    "bench": "scao_tools.commands.bench:bench",
+    "bench-report": "scao_tools.commands.bench:bench_report",
     "demo": "scao_tools.commands.demo:demo",
 }
 

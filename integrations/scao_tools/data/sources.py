@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scao_tools.data.aws_docs import aws_rows
 from scao_tools.data.rows import Row, read_jsonl, row_from_mapping
 from scao_tools.data.stdlib_docs import stdlib_rows
+from scao_tools.data.texts import pydoc_topic_rows, python_source_rows
 from scao_tools.errors import DataError
 from scao_tools.requirements import require
 
@@ -30,17 +33,43 @@ class DataSet:
     digest: str
 
 
+@dataclass(frozen=True)
+class NamedSource:
+    """Data that comes with Python or with a package: its rows, what they are, and what a group of them is."""
+
+    load: Callable[[], list[Row]]
+    kind: str
+    unit: str
+
+
+SOURCES = {
+    STDLIB: NamedSource(
+        stdlib_rows, "functions of the standard library (prompt: source, answer: docstring)", "modules"
+    ),
+    "stdlib-signatures": NamedSource(
+        functools.partial(stdlib_rows, signature_only=True),
+        "functions of the standard library (prompt: signature, answer: docstring)",
+        "modules",
+    ),
+    "aws-docs": NamedSource(
+        aws_rows, "operations of web services (prompt: name and parameters, answer: description)", "services"
+    ),
+    "pydoc-topics": NamedSource(pydoc_topic_rows, "windows of the Python language reference", "topics"),
+    "python-source": NamedSource(python_source_rows, "windows of the standard library's sources", "modules"),
+}
+
+
 def load_data(name: str, *, held_out: int, seed: int) -> DataSet:
-    """Load ``stdlib``, a JSONL file, or a Hugging Face data set, and split it."""
-    if name == STDLIB:
-        rows, kind = stdlib_rows(), "functions of the standard library (prompt: source, answer: docstring)"
+    """Load one of `SOURCES`, a JSONL file, or a Hugging Face data set, and split it."""
+    unit = "prompts"
+    if name in SOURCES:
+        rows, kind, unit = SOURCES[name].load(), SOURCES[name].kind, SOURCES[name].unit
     elif _looks_like_path(name):
         rows, kind = read_jsonl(_existing_file(name)), f"rows of {Path(name).name}"
     else:
         rows, kind = _hub_rows(name), f"rows of the data set {name} (split train)"
     train, held = split_rows(rows, held_out=held_out, seed=seed)
     groups = len({row.group for row in held})
-    unit = "modules" if name == STDLIB else "prompts"
     description = (
         f"{kind}: {len(train)} for training, {len(held)} held out from {groups} {unit} that training never sees"
     )

@@ -31,15 +31,19 @@ def stdlib_directory() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def stdlib_rows(root: Path | None = None) -> list[Row]:
-    """All usable function-docstring pairs in a fixed order; a docstring or a source seen before is left out."""
+def stdlib_rows(root: Path | None = None, *, signature_only: bool = False) -> list[Row]:
+    """All usable function-docstring pairs in a fixed order; a docstring or a source seen before is left out.
+
+    With ``signature_only`` the prompt is the function's first line, so that three quarters of the tokens are answer.
+    """
     root = stdlib_directory() if root is None else root
     rows: list[Row] = []
     seen: set[str] = set()
-    for path in _source_files(root):
+    for path in source_files(root):
         group = path.relative_to(root).parts[0].removesuffix(".py")
-        for source, doc in _documented_functions(path):
-            if source in seen or doc in seen:
+        for code, doc in _documented_functions(path):
+            source = _signature(code) if signature_only else code
+            if len(source) > min(_SOURCE_LIMIT, len(doc)) or source in seen or doc in seen:
                 continue
             seen.update((source, doc))
             rows.append(
@@ -50,7 +54,8 @@ def stdlib_rows(root: Path | None = None) -> list[Row]:
     return rows
 
 
-def _source_files(root: Path) -> list[Path]:
+def source_files(root: Path) -> list[Path]:
+    """All Python files of the standard library that are no tests, in a fixed order."""
     files = [
         path for path in root.rglob("*.py") if not _SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts[:-1])
     ]
@@ -70,6 +75,12 @@ def _documented_functions(path: Path) -> Iterator[tuple[str, str]]:
         pair = _pair(node, lines)
         if pair is not None:
             yield pair
+
+
+def _signature(code: str) -> str:
+    """The line of the ``def``, without decorators; parameters on further lines are left out."""
+    lines = code.split("\n")
+    return next((line for line in lines if line.lstrip().startswith(("def ", "async def "))), lines[0])
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -99,4 +110,4 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> tup
         return None  # the docstring shares a line with code, so it cannot be cut out by lines
     kept = lines[first - 1 : doc_first - 1] + lines[doc_end:end]
     source = textwrap.dedent("\n".join(kept)).strip()
-    return (source, doc) if len(source) <= min(_SOURCE_LIMIT, len(doc)) else None
+    return source, doc

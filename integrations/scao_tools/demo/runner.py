@@ -177,7 +177,7 @@ class OptimizerRun:
         session.reset_adapter()
         torch.manual_seed(options.seed)
         random.seed(options.seed)
-        optimizer = build_optimizer(self.name, list(trainable(session.model).values()), options.lr)
+        optimizer = build_optimizer(self.name, trainable(session.model), options.lr)
         return Trainer(
             session.model,
             optimizer,
