@@ -10,7 +10,7 @@ from scao_tools.checkpointing import write_atomically
 from scao_tools.reporting import OptimizerRecord
 
 # Okabe-Ito: told apart with any kind of color vision.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def smooth(points: Sequence[tuple[int, float]], span: int) -> list[tuple[int, float]]:
@@ -32,7 +32,7 @@ def plot_losses(records: Sequence[OptimizerRecord], title: str, path: Path) -> N
     figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for color, record in zip(_COLORS * (1 + len(records) // len(_COLORS)), records, strict=False):
+    for color, record in zip(COLORS * (1 + len(records) // len(COLORS)), records, strict=False):
         span = max(1, len(record.train) // 8)
         train = smooth(record.train, span)
         note = f", mean of {span} steps" if span > 1 else ""

@@ -8,162 +8,30 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from scao_tools.bench.results import RunRecord, options_text
-from scao_tools.optimizers import REGISTRY
+from scao_tools.bench.settings import (
+    Difference,
+    Reach,
+    Setting,
+    Variant,
+    best_of,
+    common_seeds,
+    count,
+    label,
+    listed,
+    lr_text,
+    paired_difference,
+    reach,
+    same_lr,
+    variants_of,
+)
 
 BASELINE, SECOND, SUBJECT = "adamw", "loraplus", "scao"
 MIN_SEEDS = 3  # chosen: with two, the t quantile is 12.7 and the interval says nothing
-_SAME_LR = 1e-6  # relative; grids are written in decimals, so 2 x 0.1 and 0.2 must match
-# 97.5 % points of Student's t with 1 to 30 degrees of freedom; the test integrates the density.
-_T = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448),
-    *(2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484),
-    *(2.0452, 2.0423),
-)
-
-
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % point of Student's t; the normal one beyond 30 degrees of freedom."""
-    return _T[degrees - 1] if degrees <= len(_T) else 1.95996
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A mean of paired differences and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-    @property
-    def separated(self) -> bool:
-        """Whether the interval leaves zero out."""
-        return self.low > 0 or self.high < 0
-
-
-def paired_difference(differences: Sequence[float]) -> Difference:
-    """Mean and Student-t interval of at least two differences."""
-    mean, count = statistics.fmean(differences), len(differences)
-    half = t_quantile(count - 1) * statistics.stdev(differences) / math.sqrt(count)
-    return Difference(mean, mean - half, mean + half, count)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Where a curve first comes to a target: ``steps`` is None where it does not, a bound where its start is there."""
-
-    steps: float | None
-    at_most: bool = False
-
-
-def reach(points: Iterable[tuple[float, float]], target: float) -> Reach | None:
-    """First crossing, linear between the points; None where nothing finite was measured."""
-    before: tuple[float, float] | None = None
-    for step, loss in points:
-        if not math.isfinite(loss):
-            continue
-        if loss <= target:
-            if before is None:
-                return Reach(step, at_most=True)
-            return Reach(before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss))
-        before = (step, loss)
-    return None if before is None else Reach(None)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All seeds of one optimizer with the same options, learning rate, batch and steps, in the order of the seeds."""
-
-    runs: tuple[RunRecord, ...]
-
-    @cached_property
-    def name(self) -> str:
-        """The optimizer and its options as printed."""
-        return " ".join(filter(None, (label(self.optimizer), options_text(self.runs[0].options))))
-
-    @property
-    def optimizer(self) -> str:
-        """The family."""
-        return self.runs[0].optimizer
-
-    @property
-    def lr(self) -> float:
-        """The learning rate."""
-        return self.runs[0].lr
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """Final held-out loss by seed."""
-        return {run.seed: run.heldout_loss for run in self.runs}
-
-    @property
-    def diverged(self) -> tuple[int, ...]:
-        """Seeds without a finite final loss."""
-        return tuple(run.seed for run in self.runs if run.diverged)
-
-    @cached_property
-    def mean(self) -> float:
-        """Mean final held-out loss; a diverged seed counts as infinity."""
-        return math.inf if self.diverged else statistics.fmean(self.losses.values())
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation over seeds."""
-        return statistics.stdev(self.losses.values()) if len(self.runs) > 1 and not self.diverged else None
-
-    @cached_property
-    def curve(self) -> list[tuple[int, float, float, float]]:
-        """(step, mean, lowest, highest) held-out loss wherever all seeds were evaluated and finite."""
-        curves = [dict(run.heldout_curve) for run in self.runs]
-        points = ((step, [curve[step] for curve in curves]) for step in sorted(set(curves[0]).intersection(*curves)))
-        return [(s, statistics.fmean(x), min(x), max(x)) for s, x in points if all(map(math.isfinite, x))]
-
-    def median(self, field: str) -> float:
-        """Median over seeds of a field of the records."""
-        return float(statistics.median(getattr(run, field) for run in self.runs))
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Optimizer state per trainable parameter."""
-        return statistics.fmean(run.state_bytes / max(run.trainable, 1) for run in self.runs)
-
-    @property
-    def joules(self) -> float | None:
-        """Mean energy; None unless every seed recorded it."""
-        found = [run.energy_joules for run in self.runs if run.energy_joules is not None]
-        return statistics.fmean(found) if len(found) == len(self.runs) else None
-
-    def drop_per(self, cost: float | None) -> float | None:
-        """Fall of the held-out loss from step 0 to the end, by a cost; None where one of them is not known."""
-        if not cost or self.diverged or not self.curve or self.curve[0][0] != 0:
-            return None
-        return (self.curve[0][1] - self.mean) / cost
-
-
-@dataclass(frozen=True)
-class Variant:
-    """An optimizer with one set of options: its settings by learning rate, ascending."""
-
-    settings: tuple[Setting, ...]
-
-    @cached_property
-    def best(self) -> Setting:
-        """The lowest mean loss; a diverged seed takes a setting out unless it took out all."""
-        return min(self.settings, key=lambda setting: (setting.mean, len(setting.diverged), setting.lr))
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether a better learning rate may lie outside those tried."""
-        return self.best is self.settings[0] or self.best is self.settings[-1]
-
-    def at(self, lr: float) -> Setting | None:
-        """The setting with this learning rate."""
-        return next((s for s in self.settings if math.isclose(s.lr, lr, rel_tol=_SAME_LR)), None)
 
 
 @dataclass(frozen=True)
@@ -176,41 +44,23 @@ class Comparison:
     difference: Difference | None
     refusal: str
 
-
-def label(optimizer: str) -> str:
-    """How an optimizer is called in print."""
-    return REGISTRY[optimizer].label if optimizer in REGISTRY else optimizer
-
-
-def lr_text(lr: float) -> str:
-    """``2e-3``: the form in which learning rates are compared by eye."""
-    if not lr or not math.isfinite(lr):
-        return f"{lr:g}"
-    exponent = math.floor(math.log10(abs(lr)) + 1e-9)
-    return f"{lr / 10.0**exponent:.4g}e{exponent}"
-
-
-def variants_of(runs: Iterable[RunRecord]) -> tuple[Variant, ...]:
-    """Sort runs of the same batch and steps into variants, in alphabetical order; of equal seeds the first counts."""
-    found: dict[tuple[str, str], dict[float, dict[int, RunRecord]]] = {}
-    for run in runs:
-        by_lr = found.setdefault((run.optimizer, options_text(run.options)), {})
-        by_lr.setdefault(run.lr, {}).setdefault(run.seed, run)
-    ordered = sorted(found.items(), key=lambda item: (label(item[0][0]).casefold(), item[0]))
-    return tuple(
-        Variant(tuple(Setting(tuple(seeds[seed] for seed in sorted(seeds))) for _, seeds in sorted(by_lr.items())))
-        for _, by_lr in ordered
-    )
+    @cached_property
+    def paired(self) -> tuple[Setting, Setting]:
+        """Both with only the seeds that are in the difference."""
+        return common_seeds(self.subject, self.against)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The comparing runs of one workload and batch; everything is judged at ``steps``, other horizons are extra."""
+    """The comparing runs of one workload and batch; everything is judged at ``steps``, other horizons are extra.
+
+    ``screened``: how many settings of each optimizer were tried on this workload before.
+    """
 
     workload: str
     batch: int
     runs: tuple[RunRecord, ...]
-    screened: frozenset[str] = frozenset()
+    screened: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def steps(self) -> int:
@@ -228,7 +78,8 @@ class Group:
     def family(self, optimizer: str) -> Variant | None:
         """The best variant of a family."""
         found = [variant for variant in self.variants if variant.best.optimizer == optimizer]
-        return min(found, key=lambda variant: variant.best.mean, default=None)
+        best = best_of([variant.best for variant in found]) if found else None
+        return next((variant for variant in found if variant.best is best), None)
 
     @cached_property
     def families(self) -> tuple[Variant, ...]:
@@ -238,16 +89,23 @@ class Group:
     def trials(self, optimizer: str, *, all_horizons: bool = False) -> int:
         """Distinct (options, learning rate) pairs of a family."""
         runs = (run for run in self.runs if run.optimizer == optimizer)
-        return len({run.setting for run in runs if all_horizons or run.steps == self.steps})
+        return trials(run for run in runs if all_horizons or run.steps == self.steps)
 
     @cached_property
     def refusals(self) -> tuple[str, ...]:
         """Why nothing in this group may be ranked; empty where it may."""
-        reasons = _untuned(self.family(BASELINE), BASELINE, self.steps)
+        reasons = self._untuned(BASELINE)
         digests = {run.workload_digest for run in self.runs if run.steps == self.steps}
         if len(digests) > 1:
             differing = "model, data, schedule, number format or kind of device"
             reasons.append(f"the runs come from {len(digests)} versions of the workload ({differing})")
+        for setting in (setting for variant in self.variants for setting in variant.settings):
+            where = f"{setting.name} with learning rate {lr_text(setting.lr)}"
+            if setting.disputed:
+                reasons.append(f"{where} is on record with several losses at seed {listed(setting.disputed)}")
+            if setting.contradictory:
+                seeds = listed(setting.contradictory)
+                reasons.append(f"the held-out curve of {where} does not end with its final loss at seed {seeds}")
         return tuple(reasons)
 
     @cached_property
@@ -275,7 +133,7 @@ class Group:
         return next((pair for pair in pairs if pair.against.optimizer == BASELINE), None)
 
     def _compare(self, subject: Setting, against: Variant, *, carried: bool) -> Comparison:
-        reasons = _untuned(against, against.best.optimizer, self.steps)
+        reasons = self._untuned(against.best.optimizer)
         for everywhere in (False, True):
             mine, theirs = (self.trials(s.optimizer, all_horizons=everywhere) for s in (subject, against.best))
             if mine > theirs:
@@ -290,20 +148,46 @@ class Group:
             difference = paired_difference([ours[seed] - theirs_by_seed[seed] for seed in common])
         return Comparison(subject, against.best, carried, difference, "; ".join(reasons))
 
+    def _untuned(self, name: str) -> list[str]:
+        """Why a baseline is none."""
+        variant = self.family(name)
+        if variant is None:
+            return [f"there are no {label(name)} runs at {self.steps} steps"]
+        best, reasons = variant.best, []
+        if best.diverged:
+            return [f"every {label(name)} setting has a diverged seed"]
+        if variant.at_edge:
+            tried = [lr_text(setting.lr) for setting in variant.settings]
+            span = f"tried, {tried[0]} to {tried[-1]}" if len(tried) > 1 else "tried: it is the only one"
+            reasons.append(f"the best learning rate of {best.name}, {lr_text(best.lr)}, is at the edge of those {span}")
+        if len(best.runs) < MIN_SEEDS:
+            seeds = count(len(best.runs), "seed")
+            reasons.append(f"{best.name} has {seeds} at its best setting, {MIN_SEEDS} are needed")
+        elif _seedless(best):
+            reasons.append(f"{best.name} has the same loss with every seed")
+        family = (other for other in self.variants if other.best.optimizer == name)
+        rivals = (setting for other in family for setting in other.settings if setting is not best)
+        return reasons + [reason for rival in rivals if (reason := _misjudged(rival, best))][:1]
+
     def horizons(self, setting: Setting) -> list[Setting]:
-        """The same optimizer, options, learning rate and workload at every number of steps, ascending."""
+        """The same optimizer, options, learning rate, workload and seeds at every number of steps, ascending."""
         first = setting.runs[0]
-        found: dict[int, dict[int, RunRecord]] = {}
+        key = (first.optimizer, options_text(first.options), first.workload_digest)
+        found: dict[int, list[RunRecord]] = {}
         for run in self.runs:
-            same = (run.optimizer, run.setting, run.workload_digest)
-            if same == (first.optimizer, first.setting, first.workload_digest):
-                found.setdefault(run.steps, {}).setdefault(run.seed, run)
-        return [Setting(tuple(seeds[seed] for seed in sorted(seeds))) for _, seeds in sorted(found.items())]
+            if (run.optimizer, options_text(run.options), run.workload_digest) == key and same_lr(run.lr, first.lr):
+                found.setdefault(run.steps, []).append(run)
+        seeds = setting.losses.keys()
+        settings = (variants_of(runs)[0].settings[0] for _, runs in sorted(found.items()))
+        return [one.on(seeds) for one in settings if seeds <= one.losses.keys() and not one.disputed]
 
     def baseline_needs(self, subject: Setting) -> Reach | None:
-        """The horizon at which tuned AdamW comes to the subject's loss, where several were run."""
+        """The horizon at which tuned AdamW comes to the subject's loss, where several were run with enough seeds."""
         baseline = self.family(BASELINE)
-        return None if baseline is None else self.own_schedule(baseline.best, subject.mean)
+        if baseline is None:
+            return None
+        theirs, ours = common_seeds(baseline.best, subject)
+        return self.own_schedule(theirs, ours.mean) if len(theirs.runs) >= MIN_SEEDS else None
 
     def own_schedule(self, setting: Setting, target: float) -> Reach | None:
         """The horizon at which a setting's final loss is at the target, where several were run."""
@@ -311,93 +195,51 @@ class Group:
         return reach(horizons, target) if len(horizons) > 1 else None
 
 
-def same_schedule(setting: Setting, target: float) -> Reach | None:
-    """The step at which a setting's held-out curve comes to the target."""
-    return reach(((step, mean) for step, mean, _, _ in setting.curve), target)
+def trials(runs: Iterable[RunRecord]) -> int:
+    """Distinct settings, whatever their batch and steps."""
+    return sum(len(variant.settings) for variant in variants_of(runs))
 
 
-def same_machine(*settings: Setting) -> bool:
-    """Whether times, energy and memory of all these runs may be compared."""
-    return len({(run.device, run.threads) for setting in settings for run in setting.runs}) < 2
-
-
-def relative_drop(setting: Setting, baseline: Setting, *, joules: bool) -> float | None:
-    """Loss drop by CPU-second (or joule) over the baseline's; None where it is not known or not comparable."""
-    costs = [one.joules if joules else statistics.fmean(r.cpu_seconds for r in one.runs) for one in (setting, baseline)]
-    mine, theirs = setting.drop_per(costs[0]), baseline.drop_per(costs[1])
-    if mine is None or theirs is None or theirs <= 0 or not same_machine(setting, baseline):
-        return None
-    return mine / theirs
-
-
-def count(number: int, noun: str) -> str:
-    """``1 seed``, ``2 seeds``."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _untuned(variant: Variant | None, name: str, steps: int) -> list[str]:
-    """Why a baseline is none."""
-    if variant is None:
-        return [f"there are no {label(name)} runs at {steps} steps"]
-    best, reasons = variant.best, []
-    if best.diverged:
-        return [f"every {label(name)} setting has a diverged seed"]
-    if variant.at_edge:
-        tried = [lr_text(setting.lr) for setting in variant.settings]
-        span = f"tried, {tried[0]} to {tried[-1]}" if len(tried) > 1 else "tried: it is the only one"
-        reasons.append(f"the best learning rate of {best.name}, {lr_text(best.lr)}, is at the edge of those {span}")
-    if len(best.runs) < MIN_SEEDS:
-        reasons.append(f"{best.name} has {count(len(best.runs), 'seed')} at its best setting, {MIN_SEEDS} are needed")
-    return reasons
+def _misjudged(rival: Setting, best: Setting) -> str:
+    """Why a setting is not shown to be worse than its family's best, else nothing; divergence is worse."""
+    where = f"{rival.name} with learning rate {lr_text(rival.lr)}"
+    one, other = common_seeds(rival, best)
+    if not one.runs:
+        return f"{where} shares no seed with the best setting"
+    if one.diverged:
+        return ""
+    if mixed := _other_tokens(one, other):
+        return f"{where} saw another number of label tokens than the best setting at seed {mixed}"
+    better = f"{where} is better than the best setting on the seeds that both have; other seeds are missing"
+    return better if one.mean < other.mean else ""
 
 
 def _unpaired(subject: Setting, against: Setting) -> list[str]:
     """Why two settings cannot be compared seed by seed."""
     if subject.diverged:
-        return [f"it diverged with {'seed' if len(subject.diverged) == 1 else 'seeds'} {_listed(subject.diverged)}"]
+        return [f"it diverged with {'seed' if len(subject.diverged) == 1 else 'seeds'} {listed(subject.diverged)}"]
     if len(subject.runs) < MIN_SEEDS:
         return [f"it has {count(len(subject.runs), 'seed')} at this setting, {MIN_SEEDS} are needed"]
-    tokens = [{run.seed: run.label_tokens for run in setting.runs} for setting in (subject, against)]
-    common = tokens[0].keys() & tokens[1].keys()
-    if len(common) < MIN_SEEDS:
-        return [f"it shares {count(len(common), 'seed')} with {label(against.optimizer)}, {MIN_SEEDS} are needed"]
-    mixed = sorted(seed for seed in common if tokens[0][seed] != tokens[1][seed])
-    return [f"its runs saw another number of label tokens at seed {_listed(mixed)}"] if mixed else []
+    common = common_seeds(subject, against)
+    if len(common[0].runs) < MIN_SEEDS:
+        return [
+            f"it shares {count(len(common[0].runs), 'seed')} with {label(against.optimizer)}, {MIN_SEEDS} are needed"
+        ]
+    if any(map(_seedless, common)):
+        return ["the loss is the same with every seed"]
+    mixed = _other_tokens(*common)
+    return [f"its runs saw another number of label tokens at seed {mixed}"] if mixed else []
 
 
-def _listed(items: Iterable[int]) -> str:
-    return ", ".join(map(str, items))
+def _seedless(setting: Setting) -> bool:
+    """Whether the seeds are no repetitions: in floating point, several do not come to the same loss."""
+    return len(set(setting.losses.values())) == 1
 
 
-def notes(group: Group) -> list[str]:
-    """What a reader must know beside the numbers."""
-    said = []
-    for name in sorted({run.optimizer for run in group.runs}, key=lambda name: label(name).casefold()):
-        variant = group.family(name)
-        if variant is None:
-            steps = _listed(sorted({run.steps for run in group.runs if run.optimizer == name}))
-            said.append(f"{label(name)} was run with {steps} steps, not {group.steps}: its losses are not compared.")
-        elif name != BASELINE and variant.at_edge:
-            said.append(
-                f"The best learning rate of {variant.best.name}, {lr_text(variant.best.lr)}, is at the edge of those "
-                "tried; a better one may lie outside, so this can only have hurt it."
-            )
-        if name != BASELINE and name in group.screened:
-            said.append(
-                f"The setting of {label(name)} was chosen on this workload by screening, so its result here is "
-                "optimistic."
-            )
-    for setting in (setting for variant in group.variants for setting in variant.settings if setting.diverged):
-        said.append(
-            f"{setting.name} with learning rate {lr_text(setting.lr)} diverged at seed {_listed(setting.diverged)}: it "
-            "counts as an infinite loss, so it is best only where every setting diverged."
-        )
-    if not same_machine(*(variant.best for variant in group.variants)):
-        machines = sorted(
-            {f"{r.device} with {count(r.threads, 'thread')}" for v in group.variants for r in v.best.runs}
-        )
-        said.append(f"Times, energy and peak memory are not compared: the runs were made on {' and '.join(machines)}.")
-    return said
+def _other_tokens(one: Setting, other: Setting) -> str:
+    """The common seeds at which two settings saw different amounts of data."""
+    pairs = zip(one.runs, other.runs, strict=True)
+    return listed(mine.seed for mine, theirs in pairs if mine.label_tokens != theirs.label_tokens)
 
 
 @dataclass(frozen=True)
@@ -417,7 +259,7 @@ def screening(runs: Iterable[RunRecord]) -> list[Screened]:
     for _, same in sorted(found.items()):
         variants = variants_of(same)
         adamw = [variant.best for variant in variants if variant.best.optimizer == BASELINE]
-        best = min(adamw, key=lambda setting: setting.mean, default=None)
+        best = best_of(adamw) if adamw else None
         rows += [Screened(s, _mean_difference(s, best)) for variant in variants for s in variant.settings]
     return rows
 
@@ -428,16 +270,14 @@ def _mean_difference(setting: Setting, best: Setting | None) -> float | None:
     return statistics.fmean(differences) if differences and all(map(math.isfinite, differences)) else None
 
 
-def groups(records: Iterable[RunRecord]) -> list[Group]:
+def groups(records: Sequence[RunRecord]) -> list[Group]:
     """The comparing runs by workload and batch."""
     found: dict[tuple[str, int], list[RunRecord]] = {}
-    screened: dict[str, set[str]] = {}
+    screened: dict[str, dict[str, list[RunRecord]]] = {}
     for run in records:
         if run.stage == "compare":
             found.setdefault((run.workload, run.batch), []).append(run)
         else:
-            screened.setdefault(run.workload, set()).add(run.optimizer)
-    return [
-        Group(workload, batch, tuple(runs), frozenset(screened.get(workload, ())))
-        for (workload, batch), runs in sorted(found.items())
-    ]
+            screened.setdefault(run.workload, {}).setdefault(run.optimizer, []).append(run)
+    before = {name: {one: trials(runs) for one, runs in tried.items()} for name, tried in screened.items()}
+    return [Group(name, batch, tuple(runs), before.get(name, {})) for (name, batch), runs in sorted(found.items())]

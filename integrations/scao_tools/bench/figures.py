@@ -10,24 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from scao_tools.bench.analysis import (
-    BASELINE,
-    SUBJECT,
-    Comparison,
-    Group,
-    Setting,
-    Variant,
-    label,
-    lr_text,
-    same_machine,
-)
+from scao_tools.bench.analysis import BASELINE, SUBJECT, Comparison, Group
+from scao_tools.bench.settings import Setting, Variant, label, lr_text, same_machine
+from scao_tools.plotting import COLORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe-Ito, as in `plotting`: told apart with any kind of color vision. Markers tell apart what is beyond them.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = "osD^vP"
+_MARKERS = "osD^vP"  # tell apart what is beyond the colors
 _WARMUP = 0.1  # chosen: the fall in the first tenth would flatten what the optimizers differ in
 _CURVES_CAPTION = (
     "Held-out loss of each optimizer at its best setting: mean over seeds, band from the lowest to the highest seed. "

@@ -66,12 +66,9 @@ class RunRecord:
     @property
     def key(self) -> tuple[Any, ...]:
         """Two runs with the same key are the same run."""
-        return run_key(self.workload_digest, self.optimizer, self.options, self.lr, self.seed, self.batch, self.steps)
-
-    @property
-    def setting(self) -> tuple[str, float]:
-        """Options and learning rate: one trial of an optimizer."""
-        return (options_text(self.options), self.lr)
+        return run_key(
+            self.workload_digest, self.stage, self.optimizer, self.options, self.lr, self.seed, self.batch, self.steps
+        )
 
     @property
     def diverged(self) -> bool:
@@ -118,10 +115,10 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def run_key(
-    digest: str, optimizer: str, options: Mapping[str, Any], lr: float, seed: int, batch: int, steps: int
+    digest: str, stage: str, optimizer: str, options: Mapping[str, Any], lr: float, seed: int, batch: int, steps: int
 ) -> tuple[Any, ...]:
     """What identifies a run."""
-    return (digest, optimizer, options_text(options), lr, seed, batch, steps)
+    return (digest, stage, optimizer, options_text(options), lr, seed, batch, steps)
 
 
 def read_results(paths: Iterable[Path]) -> list[RunRecord]:

@@ -49,12 +49,34 @@ class _Curves:
 
 def execute(session: BenchSession, run: Run, stage: str, view: TrainingView, should_stop: Stop) -> RunRecord | None:
     """One run from its initial weights; None if the user asked to stop before its end."""
-    workload, device = session.workload, session.place.device
     session.reset(run.seed)
     try:
         first = session.first_evaluation(run.seed, should_stop)
     except StopRequested:
         return None
+    trainer, device = _trainer(session, run), session.place.device
+    memory, meter, curves = PeakMemory(device), Meter(device), _Curves(held_out=[first])
+    memory.start()
+    meter.resume()
+    try:
+        for event in trainer.run(session.batches(run.batch, run.seed), frozenset({0}), should_stop):
+            meter.pause()
+            curves.take(event)
+            _show(event, view)
+            # What an evaluation costs is not training's.
+            if not isinstance(event, StepDone) or event.step not in trainer.settings.eval_steps:
+                meter.resume()
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # some peers decompose what they are given, NaN too
+        curves.diverged = True
+    meter.pause()
+    if curves.held_out[-1].step < session.workload.steps and not curves.diverged:
+        return None
+    return _record(session, run, stage, curves, _Cost(memory.read(), meter, state_bytes(trainer.optimizer)))
+
+
+def _trainer(session: BenchSession, run: Run) -> Trainer:
+    """From the weights as they are; what the optimizer draws at random depends on the seed alone."""
+    workload = session.workload
     torch.manual_seed(run.seed)
     random.seed(run.seed)
     named = trainable(session.model)
@@ -68,27 +90,10 @@ def execute(session: BenchSession, run: Run, stage: str, view: TrainingView, sho
         micro_tokens=session.micro_tokens,
         schedule=REGISTRY[run.optimizer].schedule,
     )
-    fp16 = session.place.dtype == "fp16" and device.type == "cuda"
-    trainer = Trainer(
+    fp16 = session.place.dtype == "fp16" and session.place.device.type == "cuda"
+    return Trainer(
         session.model, optimizer, session.loss, session.evaluator, settings, pad_id=session.pad_id, fp16=fp16
     )
-    memory, meter, curves = PeakMemory(device), Meter(device), _Curves(held_out=[first])
-    memory.start()
-    meter.resume()
-    try:
-        for event in trainer.run(session.batches(run.batch, run.seed), frozenset({0}), should_stop):
-            meter.pause()
-            curves.take(event)
-            _show(event, view)
-            # What an evaluation costs is not training's.
-            if not isinstance(event, StepDone) or event.step not in settings.eval_steps:
-                meter.resume()
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # some peers decompose what they are given, NaN too
-        curves.diverged = True
-    meter.pause()
-    if len(curves.train) < workload.steps and not curves.diverged:
-        return None
-    return _record(session, run, stage, curves, _Cost(memory.read(), meter, state_bytes(optimizer)))
 
 
 def _show(event: object, view: TrainingView) -> None:
@@ -146,6 +151,7 @@ class Grid:
     digest: str
     runs: Sequence[Run]
     out: Path
+    stage: str = "compare"
     shard: tuple[int, int] = (1, 1)
 
     def open(self) -> None:
@@ -172,7 +178,9 @@ class Grid:
         ]
 
     def _key(self, run: Run) -> tuple[object, ...]:
-        return run_key(self.digest, run.optimizer, run.options, run.lr, run.seed, run.batch, self.workload.steps)
+        return run_key(
+            self.digest, self.stage, run.optimizer, run.options, run.lr, run.seed, run.batch, self.workload.steps
+        )
 
     def seconds(self, run: Run) -> float | None:
         """Expected duration: the median of finished runs with the same batch size, else of other batch sizes to scale."""
@@ -190,7 +198,7 @@ class Grid:
 
 
 def run_grid(
-    grid: Grid, session: BenchSession, stage: str, screen: Screen, should_stop: Stop, budget_minutes: float | None
+    grid: Grid, session: BenchSession, screen: Screen, should_stop: Stop, budget_minutes: float | None
 ) -> bool:
     """Make all runs that are left; returns whether the grid is complete. Results made so far stay in any case."""
     start = time.monotonic()
@@ -205,9 +213,7 @@ def run_grid(
         seconds = grid.seconds_left(left)
         time_left = f", about {duration(overhead * seconds)} left" if seconds is not None else ""
         screen.say(f"[{total - len(left) + 1}/{total}{time_left}] {run.label}")
-        workload = session.workload
-        with screen.training(REGISTRY[run.optimizer].label, workload.steps, len(workload.eval_steps()) - 1, 0) as view:
-            record = execute(session, run, stage, view, should_stop)
+        record = _make(session, run, grid.stage, screen, should_stop)
         if record is None:
             return False
         append_result(grid.file, record)

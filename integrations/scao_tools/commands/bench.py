@@ -101,7 +101,7 @@ def _bench(
     with screen.task("Reading the data"):
         rows = read_data(workload)
     screen.say(f"Data: {rows.description}.")
-    grid = Grid(workload, workload_digest(workload, rows, place), plan_runs(workload), folder, shard)
+    grid = Grid(workload, workload_digest(workload, rows, place), plan_runs(workload), folder, stage, shard)
     if dry_run:
         with screen.task("Loading the model"):
             session = load_session(workload, rows, place, _pretraining(screen))
@@ -113,7 +113,7 @@ def _bench(
         with screen.task("Loading the model"):
             session = load_session(workload, rows, place, _pretraining(screen))
         with StopSignals() as stop:
-            complete = run_grid(grid, session, stage, screen, stop.requested, budget_minutes)
+            complete = run_grid(grid, session, screen, stop.requested, budget_minutes)
             code = stop.exit_code if stop.requested() else 0
     if grid.records():
         written = load_and_write([grid.file], folder, shlex.join(["scao", *sys.argv[1:]]))
