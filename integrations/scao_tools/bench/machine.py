@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -89,8 +90,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` if the code differs from it; ``unknown`` for an installed wheel."""
+    """The checkout's commit, ``-dirty`` if the code differs from it; ``unknown`` for an installed wheel.
+
+    Looked up once: files that change while a grid runs are not what it runs.
+    """
     root = Path(__file__).resolve().parents[3]
     revision = _git(root, "rev-parse", "--short=12", "HEAD")
     if revision is None or not (root / "scao_core").is_dir():

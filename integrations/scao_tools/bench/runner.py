@@ -157,6 +157,7 @@ class Grid:
     def open(self) -> None:
         """Make the folder, and drop a line that a kill has torn."""
         self.out.mkdir(parents=True, exist_ok=True)
+        commit()  # of the code that is loaded now
         if self.file.exists():
             rewrite_metrics(self.file, lambda _: True)
 
