@@ -29,6 +29,8 @@ _OTHERS = (
     ("an 8-bit bitsandbytes optimizer", {"qmap1"}),
     ("an older SCAO", {"precond_freq"}),
 )
+# What was done before an option existed, where that is not its default now: an older state goes on as it was.
+_BEFORE: dict[str, Any] = {"cautious": False, "nesterov": False}
 _WAY_OUT = "start with a fresh optimizer state, or resume from the weights alone (in transformers: save_only_model)"
 
 
@@ -73,7 +75,7 @@ def check_form(state_dict: Any) -> None:
 
 
 def completed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with options converted, and those that it lacks (of a later version) at their defaults."""
+    """The state dict with options converted, and those that it lacks at what they were before they existed."""
     saved = [{**DEFAULTS, **group, **_options(group).as_dict()} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": saved}
 
@@ -112,7 +114,7 @@ def _slots(param: Tensor, group: Mapping[str, Any]) -> dict[str, Slot]:
 
 def _options(group: Mapping[str, Any]) -> Options:
     try:
-        return Options.from_mapping({name: group[name] for name in OPTION_NAMES if name in group})
+        return Options.from_mapping(_BEFORE | {name: group[name] for name in OPTION_NAMES if name in group})
     except ConfigError as error:
         raise CheckpointError(f"the options in the state are not valid: {error}") from error
 

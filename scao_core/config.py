@@ -186,6 +186,10 @@ class Options:
     norm_rule: str = _option(
         "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
     )
+    cautious: bool = _option(
+        True, flag, "Keep only those entries of a matrix's step whose sign agrees with the gradient's, enlarged."
+    )
+    nesterov: bool = _option(False, flag, "Let the gradient count once more in a matrix's momentum, as Nesterov does.")
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )

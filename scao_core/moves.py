@@ -9,7 +9,7 @@ import torch
 
 from . import stacks
 from .engines import ENGINES, Context, adam_step_, rate
-from .update import apply_, decay_, limited_
+from .update import apply_, cautious_, decay_, limited_
 
 
 def move(units: list[stacks.Unit]) -> int:
@@ -27,8 +27,10 @@ def move(units: list[stacks.Unit]) -> int:
     batch = stacks.take_in(units, state.pop("scale"), rate(context.betas[0], t))
     # U <- the rule's direction;  W <- (1 - lr wd) W - lr U
     changed, direction = engine.direction(state, batch, job.plan.sides, context)
-    for part, u in stacks.parts(units, direction):
-        moved = stacks.orient(limited_(u) if job.plan.is_matrix else u, job.plan)
+    for part, grads, u in stacks.parts(units, batch, direction):
+        if job.plan.is_matrix:
+            u = limited_(cautious_(u, stacks.stack(grads)) if group["cautious"] else u)
+        moved = stacks.orient(u, job.plan)
         noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
         apply_([unit.param for unit in part], moved, lr, weight_decay, noise)
     stacks.store(units, changed)

@@ -49,6 +49,9 @@ class SCAO(ReportingOptimizer):
         norm_rule: ``"decrease"`` gives a step of the KL rule the first-order decrease of Adam's, so that Adam's
             learning rate
             carries over; ``"none"`` leaves it as whitened.
+        cautious: entries of a matrix's step whose sign is not the gradient's do not move, the others move farther by as
+            much (Liang et al. 2024).
+        nesterov: the gradient counts once more in a matrix's momentum: (1 - β) G + β M in place of M.
         curvature_beta: decay of the factors; None: ``betas[1]``.
         momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
         stochastic_rounding: round bf16 parameters at random, without bias, when they are written.
@@ -88,6 +91,8 @@ class SCAO(ReportingOptimizer):
         runtime: str = "staggered",
         damping: float = 1e-3,
         norm_rule: str = "decrease",
+        cautious: bool = True,
+        nesterov: bool = False,
         curvature_beta: float | None = None,
         momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,

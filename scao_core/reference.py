@@ -133,7 +133,7 @@ def step(
 
     Args:
         refresh: whether the left and the right basis are recomputed at the end of this step.
-        o: lr, betas, eps, weight_decay, damping, curvature_beta, norm_rule and engine, by name.
+        o: lr, betas, eps, weight_decay, damping, curvature_beta, norm_rule, cautious, nesterov and engine, by name.
     """
     r, n = p.shape
     ls = {k[5:]: v for k, v in state.items() if k.startswith("left_")}
@@ -145,6 +145,8 @@ def step(
     b1, b2, b3 = (b * (1 - b ** (t - 1)) / (1 - b**t) for b in (*o["betas"], o["curvature_beta"]))
     state["exp_avg"] = b1 * state["exp_avg"] + (1 - b1) * g
     g, m = g / state["scale"], state["exp_avg"] / state["scale"]
+    if o["nesterov"] and o["engine"] != "adam":
+        m = b1 * m + (1 - b1) * g
     new_l: State = {}
     new_r: State = {}
     if t == 1 and o["engine"] in ("kl", "soap"):
@@ -180,10 +182,13 @@ def step(
     else:
         a, _, c = torch.linalg.svd(m, full_matrices=False)
         u = 0.2 * n**0.5 * a @ c
-    if o["engine"] != "adam":
-        u = u.clamp(-10, 10)
     if t == 1:
         u = g / (g.abs() + o["eps"])
+    if o["engine"] != "adam":
+        if o["cautious"]:
+            agree = (u * g > 0).to(u.dtype)
+            u = u * agree / agree.mean().clamp_min(0.1)
+        u = u.clamp(-10, 10)
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):
         s |= new
         if due and "cov" in s:

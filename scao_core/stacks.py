@@ -228,6 +228,8 @@ def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:
         largest = min(torch.finfo(averages[0].dtype).max, torch.finfo(job.plan.compute).max)
         torch._foreach_copy_(averages, [m.clamp_(-largest, largest) for m in exact])
         averages = exact
+    if job.group["nesterov"] and job.plan.is_matrix:
+        averages = list(torch._foreach_lerp(averages, grads, rate))
     unit = scale.reciprocal().reshape(-1, 1, 1)
     grads, averages = [orient(g, job.plan) for g in grads], [orient(m, job.plan) for m in averages]
     # On an accelerator launches count, and a stack is better than a call for each matrix.
@@ -259,13 +261,13 @@ def _sizes(units: list[Unit]) -> tuple[bool, bool]:
     return within and all(1 / _MODERATE < x < _MODERATE for x in (*scales, *peaks)), within
 
 
-def parts(units: list[Unit], direction: Direction) -> Iterator[tuple[list[Unit], Tensor]]:
-    """Units with their directions (N, r, n): all at once for a stack, else one by one."""
+def parts(units: list[Unit], batch: Batch, direction: Direction) -> Iterator[tuple[list[Unit], list[Tensor], Tensor]]:
+    """Units with their gradients and directions (N, r, n): all at once for a stack, else one by one."""
     if isinstance(direction, Tensor):
-        yield units, direction
+        yield units, batch.grads, direction
         return
-    for unit, u in zip(units, direction, strict=True):
-        yield [unit], u.unsqueeze(0)
+    for unit, g, u in zip(units, batch.grads, direction, strict=True):
+        yield [unit], [g], u.unsqueeze(0)
 
 
 def store(units: list[Unit], changed: State) -> None:

@@ -12,6 +12,9 @@ LARGEST = 2.0**50
 # Entries of a direction are of order one. Adam's own limit for betas (0.9, 0.999) is 7.27 (chosen: just above it).
 _FARTHEST = 10.0
 
+# Where fewer entries than this share agree with the gradient, the step shrinks (chosen).
+_SMALLEST_SHARE = 0.1
+
 # Odd 32-bit multipliers of the mixing steps (Steele et al. 2014, SplitMix; Murmur3's finalizer has the same form).
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _WEYL = 0x9E3779B9
@@ -25,6 +28,17 @@ def momentum_(averages: list[Tensor], grads: list[Tensor], rate: float) -> None:
 def limited_(direction: Tensor) -> Tensor:
     """U within ±10, in place: a gradient in directions that had none before cannot throw an entry far."""
     return direction.clamp_(-_FARTHEST, _FARTHEST)
+
+
+def cautious_(direction: Tensor, grads: Tensor) -> Tensor:
+    """U of (…, r, n), in place: entries whose sign is not the gradient's become zero, the others grow by the share of them.
+
+    So the mean size of the entries stays. Source: Liang et al. 2024, "Cautious optimizers: improving training with one
+    line of code".
+    """
+    agree = grads.sign().mul_(direction) > 0
+    share = agree.sum((-2, -1), keepdim=True).to(direction.dtype) / (direction.shape[-2] * direction.shape[-1])
+    return direction.mul_(agree.to(direction.dtype).div_(share.clamp_min_(_SMALLEST_SHARE)))
 
 
 def apply_(params: list[Tensor], directions: Tensor, lr: float, weight_decay: float, noise: list[int] | None) -> None:

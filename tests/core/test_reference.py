@@ -51,7 +51,8 @@ def run_both(shape, steps=24, seed=0, **options):
     turns = optimizer._schedule()[0][0][0]
     slow = start.T.clone() if plan.transposed else start.clone()
     state, names = None, optimizer.param_groups[0]
-    o = {k: names[k] for k in ("lr", "betas", "eps", "weight_decay", "damping", "norm_rule", "engine")}
+    told = ("lr", "betas", "eps", "weight_decay", "damping", "norm_rule", "cautious", "nesterov", "engine")
+    o = {k: names[k] for k in told}
     o["curvature_beta"] = names["betas"][1] if names["curvature_beta"] is None else names["curvature_beta"]
     for g in gradients(shape, steps, seed):
         fast.grad = g.clone()
@@ -110,7 +111,17 @@ def test_spectral_equals_reference(shape):
 
 
 @pytest.mark.parametrize(
-    "options", [{"betas": (0.8, 0.95)}, {"damping": 0.1}, {"damping": 1e-6}, {"curvature_beta": 0.9}]
+    "options",
+    [
+        {"betas": (0.8, 0.95)},
+        {"damping": 0.1},
+        {"damping": 1e-6},
+        {"curvature_beta": 0.9},
+        {"norm_rule": "none"},
+        {"cautious": False},
+        {"nesterov": True},
+        {"cautious": False, "nesterov": True, "norm_rule": "none"},
+    ],
 )
 def test_options_reach_the_rule(options):
     plan, fast, slow, state, wanted = run_both((6, 12), factors="dense,spiked", **options)
