@@ -189,7 +189,7 @@ class Options:
     cautious: bool = _option(
         True, flag, "Keep only those entries of a matrix's step whose sign agrees with the gradient's, enlarged."
     )
-    nesterov: bool = _option(False, flag, "Let the gradient count once more in a matrix's momentum, as Nesterov does.")
+    nesterov: bool = _option(True, flag, "Let the gradient count once more in a matrix's momentum, as Nesterov does.")
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )

@@ -92,7 +92,7 @@ class SCAO(ReportingOptimizer):
         damping: float = 1e-3,
         norm_rule: str = "decrease",
         cautious: bool = True,
-        nesterov: bool = False,
+        nesterov: bool = True,
         curvature_beta: float | None = None,
         momentum_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,

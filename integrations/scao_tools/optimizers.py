@@ -52,6 +52,7 @@ REGISTRY: dict[str, OptimizerSpec] = {
         OptimizerSpec("adamw", "AdamW", peers.adamw),
         OptimizerSpec("scao", "SCAO", peers.scao),
         OptimizerSpec("adamw-fused", "AdamW (fused)", peers.adamw_fused),
+        OptimizerSpec("adamw-cautious", "AdamW, cautious", peers.adamw_cautious),
         OptimizerSpec("adamw8bit", "AdamW 8-bit", peers.adamw8bit, requires=("bitsandbytes",)),
         OptimizerSpec("loraplus", "LoRA+", peers.loraplus, lora_only=True),
         OptimizerSpec("riemannian", "Riemannian LoRA", peers.riemannian, requires=("peft",), lora_only=True),

@@ -43,6 +43,15 @@ def adamw_fused(named: Named, lr: float, options: Mapping[str, Any], weight_deca
     return _construct("adamw-fused", torch.optim.AdamW, named.values(), lr, weight_decay, {"fused": True}, options)
 
 
+def adamw_cautious(named: Named, lr: float, options: Mapping[str, Any], weight_decay: float) -> Optimizer:
+    """AdamW with the cautious mask that SCAO has, and no weight decay."""
+    from scao_tools.cautious import CautiousAdamW
+
+    if weight_decay:
+        raise OptionError(f"adamw-cautious is for weight_decay 0, got {weight_decay:g}; leave it out of this workload")
+    return _construct("adamw-cautious", CautiousAdamW, named.values(), lr, 0.0, {"foreach": True}, options)
+
+
 def adamw8bit(named: Named, lr: float, options: Mapping[str, Any], weight_decay: float) -> Optimizer:
     """bitsandbytes' AdamW; a tensor of fewer than ``min_8bit_size`` (4096) elements keeps 32-bit state there."""
     factory = importlib.import_module("bitsandbytes").optim.AdamW8bit

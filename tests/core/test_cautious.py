@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from scao_core.update import cautious_
 from scao import SCAO
+from scao_core.update import cautious_
 
 
 def noisy(shape, steps, seed=0):
@@ -92,12 +92,12 @@ def test_a_state_saved_before_the_option_existed_goes_on_as_it_was():
 
     grads = noisy((8, 40), 8)
     param = torch.nn.Parameter(torch.zeros(8, 40))
-    first = SCAO([param], lr=1e-2, cautious=False)
+    first = SCAO([param], lr=1e-2, cautious=False, nesterov=False)
     run(first, param, grads[:4])
     saved = copy.deepcopy(first.state_dict())
     del saved["param_groups"][0]["cautious"], saved["param_groups"][0]["nesterov"]
     other = torch.nn.Parameter(param.detach().clone())
     second = SCAO([other], lr=1e-2)
     second.load_state_dict(saved)
-    assert second.param_groups[0]["cautious"] is False
+    assert not second.param_groups[0]["cautious"] and not second.param_groups[0]["nesterov"]
     assert torch.equal(run(first, param, grads[4:]), run(second, other, grads[4:]))

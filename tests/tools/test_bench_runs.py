@@ -210,8 +210,10 @@ def test_every_workload_of_the_package_is_valid_and_brackets_the_baseline() -> N
     for name in workload_names():
         workload = load_workload(name)
         assert workload.name == name
+        if workload.stage == "screen":
+            continue
         assert len(workload.seeds) >= 3
-        trials = {}
+        trials: dict[str, int] = {}
         for entry in workload.optimizers:
             trials[entry.optimizer] = trials.get(entry.optimizer, 0) + len(entry.lrs)
         assert trials["adamw"] >= max(trials.values())

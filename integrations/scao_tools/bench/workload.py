@@ -37,6 +37,7 @@ class Workload:
         bits: 4 for an NF4 base (QLoRA), 16 for the weights as they are.
         batch_sizes: examples per step; the report compares within each.
         evaluate_at: shares of the run at which the held-out loss is measured, besides start and end.
+        stage: ``"screen"`` for a grid that only chooses settings; the report does not rank it.
         split_seed: draws the held-out rows; ``seeds`` draw the initial adapters (or weights) and the data order.
     """
 
@@ -59,6 +60,7 @@ class Workload:
     evaluate_at: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
     seeds: tuple[int, ...] = (0, 1, 2)
     optimizers: tuple[Entry, ...] = ()
+    stage: str = "compare"
 
     def eval_steps(self) -> tuple[int, ...]:
         """Steps at which the held-out loss is measured."""
@@ -67,7 +69,7 @@ class Workload:
 
     def shared(self) -> dict[str, Any]:
         """All that can change a result and is the same for every optimizer, seed, batch size and number of steps."""
-        grid = ("name", "about", "steps", "batch_sizes", "seeds", "optimizers", "evaluate_at")
+        grid = ("name", "about", "steps", "batch_sizes", "seeds", "optimizers", "evaluate_at", "stage")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in grid}
 
 
@@ -222,6 +224,7 @@ def check_workload(workload: Workload, where: str) -> None:
         (bool(workload.batch_sizes) and min(workload.batch_sizes) >= 1, "batch_sizes must be at least 1"),
         (bool(workload.seeds) and min(workload.seeds) >= 0, "seeds must be at least one number >= 0"),
         (all(0 <= share <= 1 for share in workload.evaluate_at), "evaluate_at must be shares in [0, 1]"),
+        (workload.stage in STAGES, f"stage must be one of {', '.join(STAGES)}, got {workload.stage!r}"),
         (bool(workload.optimizers), "optimizers is empty"),
         (
             all(lr > 0 for entry in workload.optimizers for lr in entry.lrs)
@@ -247,10 +250,3 @@ def workload_from_plain(content: Mapping[str, Any]) -> Workload:
     entries = tuple(Entry(e["optimizer"], dict(e["options"]), tuple(e["lrs"])) for e in values.pop("optimizers"))
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, (list, tuple))}
     return Workload(**{**values, **lists}, optimizers=entries)
-
-
-def check_stage(stage: str) -> str:
-    """One of `STAGES`."""
-    if stage not in STAGES:
-        raise OptionError(f"--stage must be one of {', '.join(STAGES)}, got {stage!r}")
-    return stage

@@ -35,7 +35,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Another model: a directory or a Hugging Face name.")] = None,
     data: Annotated[str | None, typer.Option(help="Other data: a JSONL file, a named source, or a Hub name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Results and report.  [default: runs/bench/<workload>]")] = None,
-    stage: Annotated[str, typer.Option(help="compare, or screen for runs that only choose settings.")] = "compare",
+    stage: Annotated[str | None, typer.Option(help="compare, or screen for runs that only choose settings.")] = None,
     shard: Annotated[str, typer.Option(help="Which part of the grid: 1/2 and 2/2 may run side by side.")] = "1/1",
     budget_minutes: Annotated[float | None, typer.Option(help="Start no run that would end after this time.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and how long it would take.")] = False,
@@ -43,25 +43,24 @@ def bench(
     """Compare optimizers: learning rates x seeds x batch sizes on one workload. The same command continues it."""
     require((*DEMO_MODULES, "yaml"), "demo", "scao bench")
     prepare_environment()
-    from scao_tools.bench.workload import check_stage
     from scao_tools.console import Screen
 
     changes: dict[str, Any] = {
         "steps": steps,
+        "stage": stage,
         "model": model,
         "data": data,
         "seeds": _numbers("--seeds", seeds, int),
         "batch_sizes": _numbers("--batch-sizes", batch_sizes, int),
     }
     chosen = _chosen(workload, changes, optimizers, _numbers("--lr", lr, float), options or [])
-    check_stage(stage)
     part = _shard(shard)
     if budget_minutes is not None and not budget_minutes > 0:
         raise OptionError(f"--budget-minutes must be above 0, got {budget_minutes}")
     folder = out if out is not None else Path("runs") / "bench" / chosen.name
     screen = Screen()
     try:
-        code = _bench(chosen, folder, stage, part, budget_minutes, dry_run, screen)
+        code = _bench(chosen, folder, part, budget_minutes, dry_run, screen)
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
@@ -82,7 +81,6 @@ def bench_report(
 def _bench(
     workload: Workload,
     folder: Path,
-    stage: str,
     shard: tuple[int, int],
     budget_minutes: float | None,
     dry_run: bool,
@@ -101,7 +99,7 @@ def _bench(
     with screen.task("Reading the data"):
         rows = read_data(workload)
     screen.say(f"Data: {rows.description}.")
-    grid = Grid(workload, workload_digest(workload, rows, place), plan_runs(workload), folder, stage, shard)
+    grid = Grid(workload, workload_digest(workload, rows, place), plan_runs(workload), folder, workload.stage, shard)
     if dry_run:
         with screen.task("Loading the model"):
             session = load_session(workload, rows, place, _pretraining(screen))
