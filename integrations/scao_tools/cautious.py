@@ -13,7 +13,7 @@ _SMALLEST_SHARE = 0.1  # as in SCAO
 class CautiousAdamW(torch.optim.AdamW):
     """torch's AdamW, whose step moves only the entries that agree in sign with the gradient, enlarged by their share.
 
-    Source: Liang et al. 2024, "Cautious optimizers". For weight decay 0: the decay would be masked too.
+    The weight decay acts on all. Source: Liang et al. 2024, "Cautious optimizers".
     """
 
     @torch.no_grad()
@@ -24,8 +24,16 @@ class CautiousAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - group["lr"] * decay)
+            group["weight_decay"] = 0.0
         before = [p.clone() for p in params]
         super().step()
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
         for p, old in zip(params, before, strict=True):
             moved = p - old
             agree = (moved.sign() * p.grad.sign() < 0).to(moved.dtype)

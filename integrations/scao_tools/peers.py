@@ -44,12 +44,10 @@ def adamw_fused(named: Named, lr: float, options: Mapping[str, Any], weight_deca
 
 
 def adamw_cautious(named: Named, lr: float, options: Mapping[str, Any], weight_decay: float) -> Optimizer:
-    """AdamW with the cautious mask that SCAO has, and no weight decay."""
+    """AdamW with the cautious mask that SCAO has: what the mask gives without any curvature."""
     from scao_tools.cautious import CautiousAdamW
 
-    if weight_decay:
-        raise OptionError(f"adamw-cautious is for weight_decay 0, got {weight_decay:g}; leave it out of this workload")
-    return _construct("adamw-cautious", CautiousAdamW, named.values(), lr, 0.0, {"foreach": True}, options)
+    return _construct("adamw-cautious", CautiousAdamW, named.values(), lr, weight_decay, {"foreach": True}, options)
 
 
 def adamw8bit(named: Named, lr: float, options: Mapping[str, Any], weight_decay: float) -> Optimizer:

@@ -99,5 +99,6 @@ def test_a_state_saved_before_the_option_existed_goes_on_as_it_was():
     other = torch.nn.Parameter(param.detach().clone())
     second = SCAO([other], lr=1e-2)
     second.load_state_dict(saved)
-    assert not second.param_groups[0]["cautious"] and not second.param_groups[0]["nesterov"]
+    assert not second.param_groups[0]["cautious"]
+    assert not second.param_groups[0]["nesterov"]
     assert torch.equal(run(first, param, grads[4:]), run(second, other, grads[4:]))

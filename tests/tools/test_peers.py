@@ -292,3 +292,21 @@ def test_state_is_counted_inside_objects_and_once() -> None:
 def test_building_the_registry_does_not_import_torch() -> None:
     code = "import sys, scao_tools.optimizers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_cautious_adamw_is_adamw_but_for_the_entries_that_disagree() -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(6, 10)) for _ in range(2)]
+    plain = build_optimizer("adamw", params[:1], 1e-2)
+    masked = build_optimizer("adamw-cautious", params[1:], 1e-2)
+    for step in range(4):
+        g = torch.randn(6, 10, generator=generator)
+        before = [p.detach().clone() for p in params]
+        for p, optimizer in zip(params, (plain, masked), strict=True):
+            p.grad = g.clone()
+            optimizer.step()
+        moved, wanted = params[1].detach() - before[1], params[0].detach() - before[0]
+        agree = wanted * g < 0
+        assert agree.all() == (step == 0)
+        # the moments are the same, since they do not depend on where the weights are
+        torch.testing.assert_close(moved, wanted * agree / agree.float().mean(), rtol=1e-3, atol=1e-6)
