@@ -232,3 +232,19 @@ def test_a_workload_survives_the_way_to_another_process() -> None:
 def test_unknown_workload_names_the_nearest() -> None:
     with pytest.raises(OptionError, match="did you mean 'tiny-lora'"):
         load_workload("tiny-lroa")
+
+
+def test_an_optimizer_with_our_package_name_runs_in_a_process_of_its_own(
+    bench: Bench, tmp_path: Path, model_dir: Path, rows_file: Path
+) -> None:
+    entries = [{"name": "older-scao", "lr": 1e-3}, {"name": "adamw", "lr": 1e-3}]
+    file = workload_file(tmp_path, model_dir, rows_file, seeds=[0], optimizers=entries)
+    assert bench(file, "--out", "o") == 0
+    older, adamw = sorted(read_results([Path("o")]), key=lambda record: record.optimizer != "older-scao")
+    assert older.optimizer == "older-scao"
+    # The same weights, data and order in both processes; its state is what it is, and more than AdamW's.
+    assert older.workload_digest == adamw.workload_digest
+    assert older.train_curve[0] == adamw.train_curve[0]
+    assert older.heldout_curve[0] == adamw.heldout_curve[0]
+    assert not older.diverged
+    assert older.state_bytes >= adamw.state_bytes
