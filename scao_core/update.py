@@ -36,9 +36,10 @@ def cautious_(direction: Tensor, grads: Tensor) -> Tensor:
     So the mean size of the entries stays. Source: Liang et al. 2024, "Cautious optimizers: improving training with one
     line of code".
     """
-    # The sign, not the product of both: that of two small numbers would be zero.
-    agree = grads.sign().mul_(direction) > 0
-    share = agree.sum((-2, -1), keepdim=True).to(direction.dtype) / (direction.shape[-2] * direction.shape[-1])
+    # The sign, not the product of both: that of two small numbers would be zero. A float mask: on a CPU comparisons into
+    # bool and sums of it are several times slower (measured).
+    agree = grads.sign().mul_(direction).gt_(0)
+    share = agree.mean((-2, -1), keepdim=True)
     return direction.mul_(agree).div_(share.clamp_min_(_SMALLEST_SHARE))
 
 
