@@ -187,9 +187,9 @@ class Options:
         "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
     )
     cautious: bool = _option(
-        True, flag, "Keep only those entries of a matrix's step whose sign agrees with the gradient's, enlarged."
+        True, flag, "Move a matrix's entries only where the step agrees in sign with the gradient."
     )
-    nesterov: bool = _option(True, flag, "Let the gradient count once more in a matrix's momentum, as Nesterov does.")
+    nesterov: bool = _option(True, flag, "Let the gradient count once more in a matrix's momentum.")
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )

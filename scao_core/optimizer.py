@@ -46,12 +46,9 @@ class SCAO(ReportingOptimizer):
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
-        norm_rule: ``"decrease"`` gives a step of the KL rule the first-order decrease of Adam's, so that Adam's
-            learning rate
-            carries over; ``"none"`` leaves it as whitened.
-        cautious: entries of a matrix's step whose sign is not the gradient's do not move, the others move farther by as
-            much (Liang et al. 2024).
-        nesterov: the gradient counts once more in a matrix's momentum: (1 - β) G + β M in place of M.
+        norm_rule: ``"decrease"``: the first-order decrease of Adam's step, so that its learning rate carries over; or ``"none"``.
+        cautious: a matrix's entries move only where the step's sign is the gradient's, and farther (Liang et al. 2024).
+        nesterov: (1 - β) G + β M in place of a matrix's momentum M.
         curvature_beta: decay of the factors; None: ``betas[1]``.
         momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
         stochastic_rounding: round bf16 parameters at random, without bias, when they are written.

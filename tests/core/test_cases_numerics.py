@@ -406,12 +406,14 @@ def displacement(engine: str, shape: tuple[int, ...], scale: float, factors: str
 def test_direction_does_not_depend_on_the_scale_of_the_loss(engine: str, kind: str) -> None:
     """1e-3 relative: gradients that are multiples of each other by no power of two differ by their fp32 rounding.
 
-    Without ``cautious``, which decides by the sign of an entry that rounding may flip.
+    A polar factor magnifies that by the condition of the momentum, about 1e4 here: 1e-2. Without ``cautious``, which
+    decides by the sign of an entry that rounding may flip.
     """
+    tolerance = 1e-2 if engine == "spectral" else 1e-3
     expected = displacement(engine, KINDS[kind], 1.0, cautious=False)
     for scale in (1e-12, 3e-9, 1e-6, 1e-3, 7.0, 1e3, 1e6, 1e12):
         got = displacement(engine, KINDS[kind], scale, cautious=False)
-        assert (got - expected).norm() <= 1e-3 * expected.norm(), scale
+        assert (got - expected).norm() <= tolerance * expected.norm(), scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
