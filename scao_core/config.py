@@ -186,9 +186,7 @@ class Options:
     norm_rule: str = _option(
         "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
     )
-    cautious: bool = _option(
-        True, flag, "Move a matrix's entries only where the step agrees in sign with the gradient."
-    )
+    cautious: bool = _option(True, flag, "Move entries of a matrix only where the step's sign is the gradient's.")
     nesterov: bool = _option(True, flag, "Let the gradient count once more in a matrix's momentum.")
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."

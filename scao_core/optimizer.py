@@ -46,7 +46,7 @@ class SCAO(ReportingOptimizer):
         refresh_every: steps between two refreshes of an eigenbasis.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
         damping: added to eigenvalues, relative to their mean (dimensionless).
-        norm_rule: ``"decrease"``: the first-order decrease of Adam's step, so that its learning rate carries over; or ``"none"``.
+        norm_rule: ``"decrease"``: with the first-order decrease of Adam's step, whose lr so carries over; or ``"none"``.
         cautious: a matrix's entries move only where the step's sign is the gradient's, and farther (Liang et al. 2024).
         nesterov: (1 - β) G + β M in place of a matrix's momentum M.
         curvature_beta: decay of the factors; None: ``betas[1]``.
