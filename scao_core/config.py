@@ -191,9 +191,7 @@ class Options:
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )
-    momentum_dtype: str | None = _option(
-        None, optional(dtype_name), "Storage of the momentum; None: as computed (fp32)."
-    )
+    momentum_dtype: str | None = _option(None, optional(dtype_name), "Storage of the momentum; None: as computed.")
     stochastic_rounding: bool = _option(False, flag, "Round bf16 parameters at random when written, without bias.")
     on_nonfinite: str = _option(
         "skip", choice(*NONFINITE), "A NaN or infinite gradient skips the whole step, or raises."
