@@ -18,3 +18,14 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
     return bool(type(a) is type(b) and a == b)
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random sequences for a Trainer, the same in every run."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        ids = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}

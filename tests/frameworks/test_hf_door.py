@@ -9,23 +9,13 @@ import warnings
 import pytest
 import torch
 
+from comparing import Tokens
 from scao_core import SCAO, ConfigError, ParameterError, UnknownOptionError
 from scao_integrations import hf_trainer as door
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 loraplus = pytest.importorskip("peft.optimizers")
-
-
-class Tokens(torch.utils.data.Dataset):
-    """Random sequences, the same in every run."""
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, i):
-        ids = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids}
 
 
 def tiny():

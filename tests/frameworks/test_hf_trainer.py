@@ -3,20 +3,10 @@
 import pytest
 import torch
 
+from comparing import Tokens
 from scao import SCAO
 
 transformers = pytest.importorskip("transformers")
-
-
-class Tokens(torch.utils.data.Dataset):
-    """Random sequences, the same in every run."""
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, i):
-        ids = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids}
 
 
 def train(folder, resume=None):

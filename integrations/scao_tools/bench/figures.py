@@ -176,8 +176,9 @@ def _draw_rates(axes: Axes, variant: Variant, color: str, marker: str) -> None:
 def _forest(pairs: Sequence[Comparison], styles: Styles, title: str) -> bytes:
     def panel(axes: Axes) -> None:
         for place, pair in enumerate(reversed(pairs)):
-            assert pair.difference is not None  # the caller chose those
-            mean, low, high = pair.difference.mean, pair.difference.low, pair.difference.high
+            if (found := pair.difference) is None:  # refused: its place stays empty
+                continue
+            mean, low, high = found.mean, found.low, found.high
             color, marker = styles[pair.subject.optimizer]
             error = [[mean - low], [high - mean]]
             axes.errorbar([mean], [place], xerr=error, color=color, marker=marker, capsize=4, linewidth=1.6)

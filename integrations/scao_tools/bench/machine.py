@@ -1,13 +1,11 @@
-"""What a run cost and where it ran: CPU seconds, joules where the machine can tell, versions, and the commit."""
+"""What a run cost and which code it was: CPU seconds, joules where the machine can tell, and the commit."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("scao", "torch", "transformers", "peft", "bitsandbytes")
 _RAPL = Path("/sys/class/powercap")
 
 
@@ -77,17 +74,6 @@ def _gpu_joules(device: torch.device) -> float | None:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
     except nvml.NVMLError:
         return None
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that can change a result."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from scao_tools.bench.machine import Meter, commit, versions
+from scao_tools.bench.machine import Meter, commit
 from scao_tools.bench.results import RESULTS, RunRecord, append_result, read_results, run_key
 from scao_tools.bench.session import BenchSession
 from scao_tools.bench.worker import execute_elsewhere
@@ -26,6 +26,7 @@ from scao_tools.models import trainable
 from scao_tools.optimizers import REGISTRY, build_optimizer, state_bytes
 from scao_tools.peer_packages import runs_isolated
 from scao_tools.training import Diverged, EvalDone, StepDone, StopRequested, Trainer, TrainSettings
+from scao_tools.versions import versions
 
 Stop = Callable[[], bool]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +23,7 @@ from scao_tools.metrics import MetricsLog, finite, rewrite_metrics
 from scao_tools.models import ModelSource, check_model, quiet_libraries, resolve_model, trainable
 from scao_tools.optimizers import OPTIMIZERS, build_optimizer, check_optimizers, state_bytes
 from scao_tools.training import Diverged, EvalDone, StepDone, Trainer, lr_at
-
-_VERSIONED = ("scao", "torch", "transformers", "peft", "bitsandbytes")
+from scao_tools.versions import versions
 
 
 def start(options: DemoOptions, out: Path | None, overwrite: bool, command: str, screen: Screen) -> int:
@@ -45,7 +42,7 @@ def start(options: DemoOptions, out: Path | None, overwrite: bool, command: str,
         data_description=data.description,
         data_digest=data.digest,
         command=command,
-        versions=_versions(),
+        versions=versions(),
     )
     # Whatever is wrong with the model or the data shows here, before an earlier run is replaced.
     session = _load(config, source, data, screen)
@@ -266,13 +263,3 @@ def _eval_line(name: str, event: EvalDone, *, lr: float) -> dict[str, Any]:
         }
     )
     return content
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
