@@ -7,13 +7,14 @@ torch.distributed.checkpoint and FSDP, which keep exactly these two, keep everyt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import DEFAULTS, OPTION_NAMES, Options
+from .config import DEFAULTS, OPTION_NAMES, PLACEMENT, Options
+from .engines import PREFIXES
 from .errors import CheckpointError, ConfigError
 from .plan import Slot, plan, plan_key
 
@@ -31,6 +32,8 @@ _OTHERS = (
 )
 # What was done before an option existed, where that is not its default now: an older state goes on as it was.
 _BEFORE: dict[str, Any] = {"cautious": False, "nesterov": False}
+# What a basis that is not installed yet is kept as, beside the slots of its parameter.
+PENDING, DUE = "pending", "pending_due"
 _WAY_OUT = "start with a fresh optimizer state, or resume from the weights alone (in transformers: save_only_model)"
 
 
@@ -74,9 +77,18 @@ def check_form(state_dict: Any) -> None:
         raise CheckpointError(f"{wrong}: 'param_groups' must be a list of dicts with the key 'params'; {_WAY_OUT}")
 
 
-def completed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with options converted, and those that it lacks at what they were before they existed."""
-    saved = [{**DEFAULTS, **group, **_options(group).as_dict()} for group in state_dict["param_groups"]]
+def portable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with what belongs to the machine of this run unset; the keys stay, for torch.distributed.checkpoint."""
+    return {name: DEFAULTS[name] if name in PLACEMENT else value for name, value in group.items()}
+
+
+def completed(state_dict: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with options converted, and those that it lacks at what they were before they existed.
+
+    Args:
+        here: the options that belong to the machine of this run.
+    """
+    saved = [{**DEFAULTS, **g, **_options(portable(g)).as_dict(), **here} for g in state_dict["param_groups"]]
     return {**state_dict, "param_groups": saved}
 
 
@@ -112,6 +124,57 @@ def _slots(param: Tensor, group: Mapping[str, Any]) -> dict[str, Slot]:
     return dict(plan(tuple(param.shape), param.dtype, plan_key(_options(group).as_dict())).slots)
 
 
+def _pending_slots(slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """For each basis that is refreshed, the next one, and at which count of its matrix it is due.
+
+    Due is 0 where nothing is pending, and negative where the decomposition failed.
+    """
+    found: dict[str, Slot] = {}
+    for key in [key for key in slots if key.endswith("failures")]:
+        prefix = key.removesuffix("failures")
+        found[prefix + PENDING] = slots[prefix + "basis"]
+        found[prefix + DUE] = Slot(slots["step"].shape, torch.int64)
+    return found
+
+
+def with_pending(
+    entry: Mapping[str, Tensor], pending: Mapping[tuple[int, int], tuple[int, Tensor | None]]
+) -> dict[str, Any]:
+    """A parameter's entry with what is pending for it, by (matrix, side); the keys are there also for nothing."""
+    result: dict[str, Any] = dict(entry)
+    for side, prefix in enumerate(PREFIXES):
+        if prefix + "failures" not in entry:
+            continue
+        due = torch.zeros(entry["step"].shape, dtype=torch.int64)
+        bases = torch.zeros_like(entry[prefix + "basis"])
+        for (part, at), (when, basis) in pending.items():
+            if at == side:
+                due.view(-1)[part] = when if basis is not None else -when
+                if basis is not None:
+                    (bases[part] if due.dim() else bases).copy_(basis)
+        result |= {prefix + PENDING: bases, prefix + DUE: due}
+    return result
+
+
+def lacks_pending(entry: Mapping[str, Tensor]) -> bool:
+    """Whether a loader has dropped what ``with_pending`` adds to every entry."""
+    return any(key.endswith("failures") and key.removesuffix("failures") + DUE not in entry for key in entry)
+
+
+def take_pending(entry: dict[str, Tensor]) -> dict[tuple[int, int], tuple[int, Tensor | None]]:
+    """The inverse of ``with_pending``: removes what it added."""
+    found: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
+    for side, prefix in enumerate(PREFIXES):
+        due, bases = entry.pop(prefix + DUE, None), entry.pop(prefix + PENDING, None)
+        if due is None or bases is None:
+            continue
+        for part, when in enumerate(due.view(-1).tolist()):
+            if when:
+                basis = (bases[part] if due.dim() else bases).clone() if when > 0 else None
+                found[part, side] = (abs(int(when)), basis)
+    return found
+
+
 def _options(group: Mapping[str, Any]) -> Options:
     try:
         return Options.from_mapping(_BEFORE | {name: group[name] for name in OPTION_NAMES if name in group})
@@ -121,6 +184,7 @@ def _options(group: Mapping[str, Any]) -> Options:
 
 def _check_entry(entry: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], position: int) -> None:
     wanted = _slots(param, group)
+    wanted |= {key: slot for key, slot in _pending_slots(wanted).items() if key in entry}
     where = f"parameter {position} of shape {tuple(param.shape)}"
     missing, extra = sorted(set(wanted) - set(entry)), sorted(set(entry) - set(wanted))
     if missing or extra:
@@ -136,23 +200,30 @@ def _check_entry(entry: Mapping[str, Any], param: Tensor, group: Mapping[str, An
 
 
 def place(
-    state: Mapping[int, Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+    state: Mapping[int, Mapping[str, Any]],
+    saved: Iterable[Mapping[str, Any]],
+    groups: Iterable[Mapping[str, Any]],
+    device: Callable[[Tensor, str], torch.device],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """The saved tensors by parameter: copies in the planned dtype (so bit for bit), on the parameter's device.
+    """The saved tensors by parameter: copies in the planned dtype (so bit for bit), each on the device where it belongs.
 
-    The step counter stays on the host. torch's own loading would cast every tensor to the dtype of its parameter.
+    torch's own loading would cast every tensor to the dtype of its parameter.
     """
     placed: dict[Tensor, dict[str, Tensor]] = {}
     for group, here in zip(saved, groups, strict=True):
         for key, param in zip(group["params"], here["params"], strict=True):
             if key in state:
                 slots = _slots(param, group)
+                slots |= {name: slot for name, slot in _pending_slots(slots).items() if name in state[key]}
                 placed[param] = {
-                    name: _placed(name, state[key][name], slot.dtype, param) for name, slot in slots.items()
+                    name: _placed(
+                        state[key][name], slot.dtype, torch.device("cpu") if DUE in name else device(param, name)
+                    )
+                    for name, slot in slots.items()
                 }
     return placed
 
 
-def _placed(name: str, value: Tensor, dtype: torch.dtype, param: Tensor) -> Tensor:
-    copy = torch.empty(value.shape, dtype=dtype, device="cpu" if name == "step" else param.device)
+def _placed(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    copy = torch.empty(value.shape, dtype=dtype, device=device)
     return copy if copy.is_meta else copy.copy_(value)

@@ -8,151 +8,30 @@ is ``float``, ``int``, ``bool``, ``str`` and ``tuple`` only, so a checkpoint sta
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .converters import (
+    betas_pair,
+    byte_count,
+    choice,
+    dtype_name,
+    factor_pair,
+    flag,
+    folder,
+    hint,
+    integer,
+    learning_rate,
+    number,
+    optional,
+)
 from .errors import ConfigError, UnknownOptionError
 
 ENGINES = ("kl", "soap", "spectral")
-FACTOR_NAMES = ("dense", "spiked", "blocked", "diagonal")
-RUNTIME_NAMES = ("staggered", "inline")
-DTYPE_NAMES = ("float32", "bfloat16", "float64")  # not float16: small gradients would vanish in it
+RUNTIME_NAMES = ("staggered", "inline", "thread", "stream")
 NORM_RULES = ("decrease", "none")
 NONFINITE = ("skip", "raise")
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
-
-
-def number(low: float = -math.inf, high: float = math.inf, *, open_high: bool = False) -> Callable[[str, Any], float]:
-    """A finite number in [low, high], or in [low, high) with ``open_high``; text is converted."""
-
-    def convert(name: str, value: Any) -> float:
-        got = _shown(value)
-        try:
-            if isinstance(value, (bool, bytes)) or value is None:
-                raise TypeError
-            result = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(f"{name}: expected a number, got {got}") from None
-        if not (math.isfinite(result) and low <= result <= high) or (open_high and result == high):
-            upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
-            raise ConfigError(f"{name}={got} must be a finite number >= {low:g}{upper}")
-        return result
-
-    return convert
-
-
-def integer(low: int) -> Callable[[str, Any], int]:
-    """A whole number >= low; ``"10"`` and ``10.0`` are converted, ``2.5`` and ``True`` are refused."""
-
-    def convert(name: str, value: Any) -> int:
-        try:
-            if isinstance(value, (bool, bytes)) or value is None:
-                raise TypeError
-            as_float = float(value)
-            if as_float != int(as_float) or as_float < low:
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{name}={_shown(value)} must be an integer >= {low}") from None
-        return int(as_float)
-
-    return convert
-
-
-def flag(name: str, value: Any) -> bool:
-    """A bool; the words that YAML and command lines use for one are converted."""
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in ("true", "yes", "on", "1"):
-        return True
-    if word in ("false", "no", "off", "0"):
-        return False
-    raise ConfigError(f"{name}={_shown(value)} must be true or false")
-
-
-def optional(convert: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """``None`` (also as the words none, null and the empty text) stays ``None``, everything else is converted."""
-
-    def convert_or_none(name: str, value: Any) -> Any:
-        if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
-            return None
-        return convert(name, value)
-
-    return convert_or_none
-
-
-def choice(*allowed: str) -> Callable[[str, Any], str]:
-    """One of a few words."""
-
-    def convert(name: str, value: Any) -> str:
-        word = str(value).strip().lower()
-        if word not in allowed:
-            raise ConfigError(f"{name}={_shown(value)} must be one of {', '.join(allowed)}{_hint(word, allowed)}")
-        return word
-
-    return convert
-
-
-def dtype_name(name: str, value: Any) -> str:
-    """A floating dtype, as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``; kept as its name, which any loader can read."""
-    short = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-    word = str(value).strip().lower().removeprefix("torch.")
-    return choice(*DTYPE_NAMES)(name, short.get(word, word))
-
-
-def _items(value: Any) -> list[Any]:
-    """The items of any sequence, or of text such as ``"0.9,0.95"`` and ``"[0.9, 0.95]"``."""
-    if isinstance(value, str):
-        return [part.strip().strip("'\"") for part in value.strip().strip("()[]").split(",") if part.strip()]
-    if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise TypeError
-    return list(value)
-
-
-def betas_pair(name: str, value: Any) -> tuple[float, float]:
-    """Two decay rates in [0, 1)."""
-    try:
-        items = _items(value)
-    except TypeError:
-        items = []
-    if len(items) != 2:
-        raise ConfigError(f"{name}={_shown(value)} must be two numbers in [0, 1), e.g. (0.9, 0.999)")
-    rate = number(0.0, 1.0, open_high=True)
-    return rate(f"{name}[0]", items[0]), rate(f"{name}[1]", items[1])
-
-
-def factor_pair(name: str, value: Any) -> str:
-    """``"auto"`` or two factor names for the shorter and the longer side; kept as text, ``"dense,spiked"``."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    try:
-        items = [str(item).strip().lower() for item in _items(value)]
-    except TypeError:
-        items = []
-    unknown = [item for item in items if item not in FACTOR_NAMES]
-    if len(items) != 2 or unknown:
-        hint = _hint(unknown[0], FACTOR_NAMES) if unknown else ""
-        raise ConfigError(
-            f"{name}={_shown(value)} must be 'auto' or two of {', '.join(FACTOR_NAMES)} for the shorter and the longer "
-            f"side, e.g. 'dense,spiked'{hint}"
-        )
-    return ",".join(items)
-
-
-def learning_rate(name: str, value: Any) -> Any:
-    """A number >= 0, or a one-element tensor that is kept as it is, so that in-place changes are seen."""
-    if hasattr(value, "is_floating_point") and hasattr(value, "numel"):
-        if value.numel() != 1:
-            raise ConfigError(f"{name}: expected a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
-        if value.device.type != "meta":
-            number(0.0)(name, value.item())
-        return value
-    return number(0.0)(name, value)
 
 
 def _option(default: Any, convert: Callable[[str, Any], Any], doc: str) -> Any:
@@ -178,11 +57,27 @@ class Options:
         optional(number(0.0)),
         "State per matrix parameter that its factors may take it to, in bytes; None: 8 (soap: 12).",
     )
-    refresh_every: int = _option(10, integer(1), "Steps between two refreshes of an eigenbasis.")
-    runtime: str = _option(
-        "staggered", choice(*RUNTIME_NAMES), "When refreshes run: spread over steps, or all at once."
+    refresh_every: int = _option(
+        10, integer(1), "Steps between two refreshes of an eigenbasis; a short side has early ones too."
     )
-    damping: float = _option(1e-3, number(0.0), "Added to eigenvalues, relative to their mean.")
+    refresh_delay: int | None = _option(
+        None, optional(integer(0)), "Steps from a snapshot to its installation; None: 0, or 3 with threads."
+    )
+    runtime: str = _option(
+        "staggered",
+        choice(*RUNTIME_NAMES),
+        "Refreshes spread over steps, all at once (inline), or by threads (thread, stream).",
+    )
+    memory_budget: int | None = _option(
+        None, optional(byte_count), "Bytes (2GiB) of curvature on the device; the rest lies on the host. None: all."
+    )
+    host_budget: int | None = _option(
+        None,
+        optional(byte_count),
+        "Bytes of curvature on the host, with an offload_dir; None: 0, all the rest on disk.",
+    )
+    offload_dir: str | None = _option(None, optional(folder), "Folder on a fast disk for what fits no budget.")
+    damping: float = _option(0.1, number(0.0), "Added to eigenvalues, relative to their mean.")
     norm_rule: str = _option(
         "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
     )
@@ -191,7 +86,9 @@ class Options:
     curvature_beta: float | None = _option(
         None, optional(number(0.0, 1.0, open_high=True)), "Decay of the curvature factors; None: the second of betas."
     )
-    momentum_dtype: str | None = _option(None, optional(dtype_name), "Storage of the momentum; None: as computed.")
+    momentum_dtype: str | None = _option(
+        None, optional(dtype_name), "Its storage; None: bfloat16 for parameters in it, else as computed."
+    )
     stochastic_rounding: bool = _option(False, flag, "Round bf16 parameters at random when written, without bias.")
     on_nonfinite: str = _option(
         "skip", choice(*NONFINITE), "A NaN or infinite gradient skips the whole step, or raises."
@@ -221,20 +118,39 @@ class Options:
             if values.get(name):
                 raise ConfigError(f"{name}=True is not supported by SCAO; allowed: {name}=False (leave it out)")
         merged = {f.name: getattr(base, f.name) for f in fields(cls)} if base is not None else {}
-        return cls(**(merged | values))
+        result = cls(**(merged | values))
+        if result.refresh_delay is not None and result.refresh_delay >= result.refresh_every:
+            raise ConfigError(
+                f"refresh_delay={result.refresh_delay} must be at most refresh_every - 1 = {result.refresh_every - 1}: "
+                "a basis must be installed before the next snapshot is taken"
+            )
+        result._check_placement()
+        return result
+
+    def _check_placement(self) -> None:
+        if self.offload_dir is not None and self.memory_budget is None:
+            raise ConfigError(
+                f"offload_dir={self.offload_dir!r} has no effect without memory_budget, the bytes that may stay on the "
+                "device; set it too (0 is allowed)"
+            )
+        if self.host_budget is not None and self.offload_dir is None:
+            raise ConfigError(f"host_budget={self.host_budget} needs offload_dir, the folder for what does not fit")
+
+    @classmethod
+    def convert(cls, name: str, value: Any) -> Any:
+        """The plain value of one option."""
+        (option,) = [f for f in fields(cls) if f.name == name]
+        return option.metadata["convert"](name, value)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by name, as a parameter group holds them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+# Where state lies is a matter of the machine, not of a parameter group, and not of a checkpoint.
+PLACEMENT = ("memory_budget", "host_budget", "offload_dir")
 OPTION_NAMES = tuple(f.name for f in fields(Options))
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), [str(k) for k in known], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def near_miss(name: str) -> bool:
@@ -246,8 +162,8 @@ def near_miss(name: str) -> bool:
 def unknown_option(name: str, known: Iterable[str]) -> UnknownOptionError:
     """The error for an option that does not exist."""
     names = [*known, *LEGACY]
-    hint = _hint(name, names) or "."
-    return UnknownOptionError(f"unknown option {name!r}{hint} Options of SCAO: {', '.join(OPTION_NAMES)}")
+    near = hint(name, names) or "."
+    return UnknownOptionError(f"unknown option {name!r}{near} Options of SCAO: {', '.join(OPTION_NAMES)}")
 
 
 # Options of older code under the name SCAO that frameworks still document: name -> (check, the option it becomes or

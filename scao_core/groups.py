@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from . import gather
 from .checkpoint import SCHEMA, SCHEMA_KEY
-from .config import OPTION_NAMES, Options, near_miss, unknown_option
+from .config import OPTION_NAMES, PLACEMENT, Options, near_miss, unknown_option
 from .errors import ConfigError
 from .plan import Plan, plan, plan_key
 
@@ -27,6 +27,12 @@ def prepared(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     for name in group:
         if name not in OPTION_NAMES and near_miss(name):
             raise unknown_option(name, OPTION_NAMES)
+    for name in PLACEMENT:
+        if name in group and Options.convert(name, group[name]) != defaults[name]:
+            raise ConfigError(
+                f"{name}={group[name]!r} in a parameter group: it is one for all groups ({defaults[name]!r} here); give it to "
+                "the optimizer itself"
+            )
     given = {name: value for name, value in group.items() if name in OPTION_NAMES}
     options = Options.from_mapping(given, base=Options(**{name: defaults[name] for name in OPTION_NAMES}))
     params, names = split_names(group.get("params"))
@@ -69,10 +75,10 @@ class Plans:
         return self._known[what]
 
 
-def planned(groups: Iterable[Mapping[str, Any]]) -> list[tuple[Tensor, Plan]]:
-    """The trainable parameters with their plans."""
+def planned(groups: Iterable[Mapping[str, Any]], frozen: bool = False) -> list[tuple[Tensor, Plan]]:
+    """The trainable parameters with their plans, with ``frozen`` all of them."""
     pairs = ((param, plans) for group in groups for plans in [Plans(group)] for param in group["params"])
-    return [(param, plans[param]) for param, plans in pairs if param.requires_grad]
+    return [(param, plans[param]) for param, plans in pairs if frozen or param.requires_grad]
 
 
 def statistics(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ def move(units: list[stacks.Unit]) -> int:
         moved = stacks.orient(u, job.plan)
         noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
         apply_([unit.param for unit in part], moved, lr, weight_decay, noise)
-    stacks.store(units, changed)
+    # What a rule hands back as it was, such as a basis between two refreshes, is not written.
+    stacks.store(units, {key: value for key, value in changed.items() if value is not state[key]})
     return sum(context.failed)
 
 

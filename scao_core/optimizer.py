@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,18 +11,21 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # what torch.optim uses; the public name imports the compiler
 
-from . import checkpoint, gather, groups, stacks
+from . import gather, groups, stacks
 from .config import DEFAULTS, OPTION_NAMES, Options, translate_legacy
 from .distributed import any_rank
 from .errors import ConfigError, NonFiniteGradientError
 from .moves import decay_idle, full_precision, move
-from .plan import Plan, plan_key
-from .refresh import Tally, Turns, assign_turns, refresh
-from .reporting import ReportingOptimizer
+from .offload import Offload
+from .plan import plan_key
+from .refresh import Refreshes, Tally
+from .saving import SavingOptimizer
+from .schedule import Turns, assign_turns
+from .staging import Losses
 from .telemetry import StepReport, Telemetry
 
 
-class SCAO(ReportingOptimizer):
+class SCAO(SavingOptimizer):
     r"""Sparse Curvature-Aware Adaptive Optimizer.
 
     For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r ×
@@ -44,13 +48,22 @@ class SCAO(ReportingOptimizer):
         bytes_per_param: state per matrix parameter that its factors may take it to, in bytes; what fits none takes Adam's 8.
             None: 8, or 12 for soap, which also keeps a second moment.
         refresh_every: steps between two refreshes of an eigenbasis.
-        runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once.
+        refresh_delay: steps between the snapshot that a basis is computed from and its installation, less than
+            ``refresh_every``. None: 0, or 3 with ``runtime="thread"`` or ``"stream"``.
+        runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once, ``"thread"`` spreads
+            them and has host threads compute them; the delay is fixed, so the speed of a thread changes no bit. ``"stream"``
+            also gives their transfers from and to a GPU a stream of their own.
+        memory_budget: bytes of covariances and bases that stay on the parameters' device, as a number or text ("2GiB"); the
+            rest lies on the host (pinned). None: all stay. Results are the same to the bit.
+        host_budget: bytes of them that may lie on the host; needs ``offload_dir``. None: 0 there.
+        offload_dir: folder, on a fast local disk, of a scratch file with what fits neither.
         damping: added to eigenvalues, relative to their mean (dimensionless).
         norm_rule: ``"decrease"``: with the first-order decrease of Adam's step, whose lr so carries over; or ``"none"``.
         cautious: a matrix's entries move only where the step's sign is the gradient's, and farther (Liang et al. 2024).
         nesterov: (1 - β) G + β M in place of a matrix's momentum M.
         curvature_beta: decay of the factors; None: ``betas[1]``.
-        momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: as computed.
+        momentum_dtype: storage of the momentum, e.g. ``torch.bfloat16``; None: that for bf16 parameters, as AdamW
+            keeps it, else as computed.
         stochastic_rounding: round bf16 parameters at random, without bias, when they are written.
         on_nonfinite: ``"skip"`` leaves everything as it was when a gradient holds NaN or infinity; ``"raise"`` raises.
         maximize: ascend.
@@ -65,9 +78,6 @@ class SCAO(ReportingOptimizer):
         ConfigError: an option has a wrong type or value, or does not exist (the message names the nearest one).
         ParameterError: a parameter is a DTensor or a flat shard.
     """
-
-    _turns: tuple[object, list[list[Turns]]] | None
-    _verified: dict[Tensor, Plan]
 
     def __init__(
         self,
@@ -85,8 +95,12 @@ class SCAO(ReportingOptimizer):
         max_dim: int = 32768,
         bytes_per_param: float | None = None,
         refresh_every: int = 10,
+        refresh_delay: int | None = None,
         runtime: str = "staggered",
-        damping: float = 1e-3,
+        memory_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        damping: float = 0.1,
         norm_rule: str = "decrease",
         cautious: bool = True,
         nesterov: bool = True,
@@ -104,8 +118,9 @@ class SCAO(ReportingOptimizer):
         named = {
             name: value for name, value in locals().items() if name in OPTION_NAMES and _differs(value, DEFAULTS[name])
         }
-        self._telemetry, self._turns, self._verified = Telemetry(), None, {}
+        self._telemetry, self._turns, self._verified, self._refreshes = Telemetry(), None, {}, Refreshes()
         defaults = Options.from_mapping(self._translated({**named, **older}))
+        self._offload = Offload(defaults.as_dict(), self._warn_once)
         if not isinstance(params, Tensor):  # torch names that error itself
             params = groups.ordered(params)
         super().__init__(params, defaults.as_dict())
@@ -171,6 +186,7 @@ class SCAO(ReportingOptimizer):
 
     def _gather(self) -> list[stacks.Job]:
         jobs: list[stacks.Job] = []
+        self._arrange()
         for number, (group, turns) in enumerate(zip(self.param_groups, self._schedule(), strict=True)):
             plans, names = groups.Plans(group), group.get("param_names")
             first = sum(len(before["params"]) for before in self.param_groups[:number])
@@ -182,7 +198,8 @@ class SCAO(ReportingOptimizer):
                 job = stacks.Job(param, param.grad, plans[param], group, turns[i], name, first + i)
                 job.state = self.state.get(param, {})
                 if job.state and not (self._verified.get(param) is job.plan and stacks.settled(job)):
-                    job.state = stacks.conformed(job.state, job)
+                    job.state = stacks.conformed(job.state, job, self._offload.device)
+                    self._offload.moved()
                 jobs.append(job)
         for job in jobs:  # only now: nothing is touched if one of them is refused
             if job.state:
@@ -202,18 +219,25 @@ class SCAO(ReportingOptimizer):
                 f"{what}: nothing was changed. on_nonfinite='skip' leaves such a step out instead"
             )
         self._warn_once("skip", f"SCAO skipped a step: {what}; later ones are counted in optimizer.report()")
-        self._telemetry.record(StepReport(totals.steps, skipped=True, nonfinite=tuple(bad)))
+        last = totals.last or StepReport(0)
+        self._telemetry.record(
+            StepReport(totals.steps, skipped=True, nonfinite=tuple(bad), ages=last.ages, tiers=last.tiers)
+        )
 
     def _advance(self, jobs: list[stacks.Job]) -> None:
         units: list[stacks.Unit] = []
         for job in jobs:
             if not job.state:
-                self.state[job.param] = job.state = stacks.create_state(job.plan, job.param)
+                self.state[job.param] = job.state = stacks.create_state(job.plan, job.param, self._offload.device)
+            self._offload.settle(job.param, job.state)
             active = stacks.advance(job)
             units += active
             decay_idle(job, active)
-        failed = sum(move(stack) for stack in stacks.stacks(units))
-        tally = refresh(units)
+        losses = Losses()
+        failed = sum(move(stack) for stack in self._offload.staged(stacks.stacks(units), losses))
+        self._refreshes.forget(losses.restarted)
+        tally = self._refreshes.run(units)
+        self._offload.seal_bases(tally.rebased)
         tally.failed += failed
         if tally.failed:
             self._warn_once(
@@ -221,7 +245,7 @@ class SCAO(ReportingOptimizer):
                 f"{tally.failed} eigendecompositions failed in every retry: their last good bases stay in use; later failures "
                 "are counted in optimizer.report()",
             )
-        self._record(jobs, units, tally)
+        self._record(jobs, units, tally, losses)
 
     def _schedule(self) -> list[list[Turns]]:
         now = tuple(
@@ -233,7 +257,7 @@ class SCAO(ReportingOptimizer):
             self._turns = now, assign_turns(self.param_groups, plans)
         return self._turns[1]
 
-    def _record(self, jobs: list[stacks.Job], units: list[stacks.Unit], tally: Tally) -> None:
+    def _record(self, jobs: list[stacks.Job], units: list[stacks.Unit], tally: Tally, losses: Losses) -> None:
         matrices = sum(unit.job.plan.is_matrix for unit in units)
         self._telemetry.record(
             StepReport(
@@ -244,56 +268,14 @@ class SCAO(ReportingOptimizer):
                 refreshed=tally.refreshed,
                 failed=tally.failed,
                 degraded=tally.degraded,
+                queued=tally.queued,
+                waited=tally.waited,
+                ages=tally.ages,
+                tiers=self._offload.bytes(self.state),
+                lost_bases=losses.bases,
+                restarted=len(losses.restarted),
             )
         )
-
-    # --- copies and checkpoints ---------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """State and options as tensors and plain values, loadable with ``weights_only=True``."""
-        known = {param for group in self.param_groups for param in group["params"]}
-        for gone in [param for param in self.state if param not in known]:
-            del self.state[gone]  # of a parameter that was replaced or removed; torch would fail on it
-            self._verified.pop(gone, None)
-        result = super().state_dict()
-        result["param_groups"] = [checkpoint.plain(group) for group in result["param_groups"]]
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that SCAO saved, in its own dtypes and bit for bit; options come from it, as torch does it.
-
-        Raises:
-            CheckpointError: the state belongs to another optimizer, another model or a newer version; nothing has
-                changed.
-        """
-        checkpoint.check_form(state_dict)
-        incoming: dict[str, Any] = {}
-
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            checkpoint.check(given, self.param_groups)
-            incoming.update(checkpoint.completed(given))
-            return {**incoming, "state": {}}
-
-        def put(_: torch.optim.Optimizer) -> None:
-            self.state.update(checkpoint.place(incoming["state"], incoming["param_groups"], self.param_groups))
-
-        # The hooks of users run around these two: theirs see and may change what is loaded, as torch promises.
-        hooks = (
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_telemetry": self._telemetry}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._turns, self._verified = None, {}
 
 
 def _differs(value: Any, default: Any) -> bool:

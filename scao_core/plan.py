@@ -101,6 +101,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def momentum_dtype(dtype: torch.dtype, options: Options) -> torch.dtype:
+    """What the momentum is stored in: as named, else bf16 for bf16 parameters, as AdamW does it, else as computed."""
+    if options.momentum_dtype:
+        named: torch.dtype = getattr(torch, options.momentum_dtype)
+        return named
+    return torch.bfloat16 if dtype == torch.bfloat16 else compute_dtype(dtype)
+
+
 @lru_cache(maxsize=4096)
 def plan(shape: Shape, dtype: torch.dtype, options: Options) -> Plan:
     """Choose how to treat a parameter, with options made by ``plan_key``.
@@ -109,25 +117,25 @@ def plan(shape: Shape, dtype: torch.dtype, options: Options) -> Plan:
     and for vectors, scalars, empty tensors and sides longer than ``options.max_dim``. Factors that are named in the
     options are taken whatever they cost.
     """
-    compute = compute_dtype(dtype)
+    dtypes = compute_dtype(dtype), momentum_dtype(dtype, options)
     found = as_matrices(shape)
     if found is None or max(found[1]) > options.max_dim:
-        return _build(shape, (), (1, math.prod(shape)), "adam", (), options, compute)
+        return _build(shape, (), (1, math.prod(shape)), "adam", (), dtypes)
     batch, matrix = found
     r, n = sorted(matrix)
     if not ENGINES[options.engine].uses_factors:
-        return _build(shape, batch, matrix, options.engine, (), options, compute)
+        return _build(shape, batch, matrix, options.engine, (), dtypes)
     if options.factors != "auto":
         left, right = options.factors.split(",")
         named = (_named(left, r, n, options), _named(right, n, r, options))
-        return _build(shape, batch, matrix, options.engine, named, options, compute)
+        return _build(shape, batch, matrix, options.engine, named, dtypes)
     budget = _BUDGET[options.engine] if options.bytes_per_param is None else options.bytes_per_param
     allowed = budget * r * n * math.prod(batch)
     for sides in _candidates(r, n, options):
-        candidate = _build(shape, batch, matrix, options.engine, sides, options, compute)
-        if _in_fp32(candidate) <= allowed + _counters(candidate):
+        candidate = _build(shape, batch, matrix, options.engine, sides, dtypes)
+        if _in_fp32(candidate, options) <= allowed + _counters(candidate):
             return candidate
-    return _build(shape, (), (1, math.prod(shape)), "adam", (), options, compute)
+    return _build(shape, (), (1, math.prod(shape)), "adam", (), dtypes)
 
 
 _SHAPING = (
@@ -180,10 +188,10 @@ def _build(
     matrix: tuple[int, int],
     engine: str,
     sides: Sides,
-    options: Options,
-    compute: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Plan:
-    momentum = getattr(torch, options.momentum_dtype) if options.momentum_dtype else compute
+    """With the dtypes of the arithmetic and of the momentum."""
+    compute, momentum = dtypes
     oriented = shape if engine == "adam" else tuple(sorted(matrix))
     slots = {
         "step": Slot(batch, torch.float32),
@@ -200,9 +208,12 @@ def _build(
     return Plan(shape, batch, matrix, engine, sides, tuple(slots.items()), compute)
 
 
-def _in_fp32(candidate: Plan) -> int:
-    """Bytes if the arithmetic were fp32: the budget is a choice of factors, which must not change with the dtype."""
-    return sum(math.prod(s.shape) * min(s.dtype.itemsize, 4) for _, s in candidate.slots)
+def _in_fp32(candidate: Plan, options: Options) -> int:
+    """Bytes if the parameter were fp32: the budget is a choice of factors, which must not change with the dtype."""
+    sizes = {key: min(slot.dtype.itemsize, 4) for key, slot in candidate.slots}
+    if not options.momentum_dtype:
+        sizes["exp_avg"] = 4
+    return sum(math.prod(slot.shape) * sizes[key] for key, slot in candidate.slots)
 
 
 def _counters(candidate: Plan) -> int:

@@ -127,12 +127,12 @@ def frame(kind: Kind, s: State, d: int) -> Tensor:
 
 
 def step(
-    p: Tensor, g: Tensor, state: State, left: Kind, right: Kind, refresh: tuple[bool, bool], o: dict[str, Any]
+    p: Tensor, g: Tensor, state: State, left: Kind, right: Kind, refresh: tuple[bool | Tensor, ...], o: dict[str, Any]
 ) -> Tensor:
     """One step for a matrix p (r × n): changes ``state``, returns the new p.
 
     Args:
-        refresh: whether the left and the right basis are recomputed at the end of this step.
+        refresh: whether the left and the right basis are recomputed at the end of this step, or the basis to install.
         o: lr, betas, eps, weight_decay, damping, curvature_beta, norm_rule, cautious, nesterov and engine, by name.
     """
     r, n = p.shape
@@ -191,8 +191,8 @@ def step(
         u = u.clamp(-10, 10)
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):
         s |= new
-        if due and "cov" in s:
-            old, s["basis"] = s["basis"], eigenbasis(s)
+        if due is not False and "cov" in s:
+            old, s["basis"] = s["basis"], due if isinstance(due, Tensor) else eigenbasis(s)
             if o["engine"] == "soap":
                 turn = block_diagonal(split(old.mT @ s["basis"])) ** 2
                 state["exp_avg_sq"] = turn.T @ state["exp_avg_sq"] if side == 0 else state["exp_avg_sq"] @ turn

@@ -9,7 +9,7 @@ ordinary matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,26 +68,36 @@ class Unit:
     """Which matrix of the parameter it is, or which piece of a large vector."""
 
     @property
+    def label(self) -> str:
+        """Name of its parameter, with the number of the matrix where that holds several."""
+        return f"{self.job.name}[{self.part}]" if self.job.plan.batch else self.job.name
+
+    @property
     def seed(self) -> int:
         """A number of its own for each unit and step, for stochastic rounding."""
         return (self.job.number << 64) | (self.part << 32) | self.t
 
 
-def create_state(plan: Plan, param: Tensor) -> State:
-    """All state tensors of a parameter, as the plan lists them; the step counter lives on the host."""
+Home = Callable[[Tensor, str], torch.device]
+"""The device of a state tensor, by parameter and key."""
+
+
+def create_state(plan: Plan, param: Tensor, device: Home) -> State:
+    """All state tensors of a parameter, as the plan lists them."""
     state: State = {}
     for key, slot in plan.slots:
-        device = "cpu" if key == "step" else param.device
-        state[key] = torch.zeros(slot.shape, dtype=slot.dtype, device=device)
-    like = torch.empty((), dtype=plan.compute, device=param.device)
+        state[key] = torch.zeros(slot.shape, dtype=slot.dtype, device=device(param, key))
     for prefix, factor in zip(PREFIXES, plan.sides, strict=False):
         if isinstance(factor, Refreshed):
-            state[prefix + "basis"] = factor.diagonal_basis(like, plan.batch)
+            state[prefix + "basis"] = factor.diagonal_basis(state[prefix + "basis"], plan.batch)
     return state
 
 
-def conformed(state: State, job: Job) -> State:
+def conformed(state: State, job: Job, device: Home) -> State:
     """The state, moved and cast if the parameter has moved or changed its dtype since (``model.to(…)``).
+
+    Args:
+        device: where each tensor belongs.
 
     Raises:
         ConfigError: an option that shapes the state, or the parameter's shape, was changed while there was a state.
@@ -98,7 +108,7 @@ def conformed(state: State, job: Job) -> State:
             f"parameter {job.name}: its state was made for other options or another shape than {plan.describe()} of "
             f"{plan.shape}; change the engine, the factors or the shape only with a new optimizer"
         )
-    return {k: state[k].to("cpu" if k == "step" else param.device, slot.dtype) for k, slot in plan.slots}
+    return {k: state[k].to(device(param, k), slot.dtype) for k, slot in plan.slots}
 
 
 def settled(job: Job) -> bool:
@@ -202,15 +212,16 @@ def in_place(units: list[Unit]) -> bool:
     return len(dtypes) == 1 and not unit.job.group["maximize"]
 
 
-def stack(tensors: list[Tensor]) -> Tensor:
-    """(N, …); a view where there is only one."""
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+def stack(tensors: list[Tensor], device: torch.device | None = None) -> Tensor:
+    """(N, …), on a device where one is named; a view where there is only one and it is there."""
+    result = tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+    return result if device is None else result.to(device, non_blocking=True)
 
 
 def load(units: list[Unit]) -> State:
-    """The stacked state without momentum and counters."""
+    """The stacked state without momentum and counters, where the parameters are."""
     keys = [key for key in units[0].state if key != "exp_avg" and not key.endswith("failures")]
-    return {key: stack([u.state[key] for u in units]) for key in keys}
+    return {key: stack([u.state[key] for u in units], units[0].param.device) for key in keys}
 
 
 def take_in(units: list[Unit], scale: Tensor, rate: float) -> Batch:

@@ -11,6 +11,7 @@ dimensions, so that equal matrices are handled in one call. No method writes int
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,8 +70,12 @@ class Factor(ABC):
         """diag(C) (…, d): the second moment of each coordinate."""
 
     @abstractmethod
+    def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
+        """x -> x (C + damping · mean(C) · I)^-1/2 for (…, k, d); with ``unit``, C is first divided by its mean eigenvalue."""
+
     def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        """x (C + damping · mean(C) · I)^-1/2 for (…, k, d); with ``unit``, C is first divided by its mean eigenvalue."""
+        """The whitened x, where only one is needed."""
+        return self.whitener(state, damping, unit)(x)
 
     @property
     def rotated_dim(self) -> int:
@@ -88,6 +93,11 @@ class Factor(ABC):
 
 class Refreshed(Factor):
     """A factor whose basis is recomputed at intervals, by a runtime, from a snapshot of what it has accumulated."""
+
+    @property
+    def side(self) -> int:
+        """Side of the matrices whose eigenvectors are computed."""
+        return self.dim
 
     def snapshot(self, state: State) -> State:
         """A copy of what ``refresh`` needs; later changes of the state do not reach it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -68,11 +69,12 @@ class Blocked(Refreshed):
     def diagonal(self, state: State) -> Tensor:
         return torch.diagonal(state["cov"], dim1=-2, dim2=-1).flatten(-2)[..., : self.dim]
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
+    def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
         basis = state["basis"]
         # The damping follows the mean of the whole side: a block that has had no gradient has no mean of its own.
-        root = damped_root(spectrum(state["cov"], basis), self.mean(state), damping, unit)
-        return self._join(self._split(x) @ ((basis * root[..., None, :]) @ basis.mT))
+        scale = damped_root(spectrum(state["cov"], basis), self.mean(state), damping, unit)
+        root = (basis * scale[..., None, :]) @ basis.mT
+        return lambda x: self._join(self._split(x) @ root)
 
     @property
     def rotated_dim(self) -> int:

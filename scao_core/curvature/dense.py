@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,8 +52,9 @@ class Dense(Refreshed):
         root = damped_root(spectrum(state["cov"], basis), self.mean(state), damping, unit)
         return (basis * root[..., None, :]) @ basis.mT
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        return times(x, self.root(state, damping, unit))
+    def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
+        root = self.root(state, damping, unit)
+        return lambda x: times(x, root)
 
     def rotate(self, state: State, x: Tensor) -> Tensor:
         return times(x, state["basis"])

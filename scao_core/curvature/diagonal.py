@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,8 +30,9 @@ class Diagonal(Factor):
     def diagonal(self, state: State) -> Tensor:
         return state["energy"]
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        return x * damped_root(state["energy"], self.mean(state), damping, unit)[..., None, :]
+    def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
+        root = damped_root(state["energy"], self.mean(state), damping, unit)[..., None, :]
+        return lambda x: x * root
 
     def rotate(self, state: State, x: Tensor) -> Tensor:
         return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,12 +97,16 @@ class Spiked(Factor):
         tail = root[..., -1:]
         return tail, root[..., :-1] - tail
 
-    def whiten(self, state: State, x: Tensor, damping: float, unit: bool = False) -> Tensor:
-        # x C^-1/2 = τ^-1/2 x + (x Vᵀ) diag(μ^-1/2 - τ^-1/2) V
+    def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
         tail, gain = self.roots(state, damping, unit)
         basis = state["basis"]
-        along = along_rows(x, basis) * gain
-        return tail * x + (along @ basis if x.stride(-1) == 1 else (basis.mT @ along.mT).mT)
+
+        def whitened(x: Tensor) -> Tensor:
+            # x C^-1/2 = τ^-1/2 x + (x Vᵀ) diag(μ^-1/2 - τ^-1/2) V
+            along = along_rows(x, basis) * gain
+            return tail * x + (along @ basis if x.stride(-1) == 1 else (basis.mT @ along.mT).mT)
+
+        return whitened
 
     @property
     def rotated_dim(self) -> int:

@@ -1,5 +1,5 @@
 """What ranks must agree on."""
 
-from .agreement import any_rank
+from .agreement import any_rank, any_ranks, is_alone
 
-__all__ = ["any_rank"]
+__all__ = ["any_rank", "any_ranks", "is_alone"]

@@ -90,9 +90,10 @@ def general(sides: Sides, states: Sequence[State], gain: Tensor, batch: Batch, c
     white = g if context.t == 1 else left.whiten(lhs, g.mT, damping, unit=True).mT
     rhs, rhs_next = right.accumulate(rhs, white, decay, turn)
     # L <- b L + (1-b) G R^-1 Gᵀ / n
-    lhs, lhs_next = left.accumulate(lhs, right.whiten(rhs, g, damping).mT, decay, turn)
+    by_right = right.whitener(rhs, damping)
+    lhs, lhs_next = left.accumulate(lhs, by_right(g).mT, decay, turn)
     # U = α L^-1/2 M R^-1/2
-    u = right.whiten(rhs, left.whiten(lhs, m.mT, damping, unit=True).mT, damping)
+    u = by_right(left.whiten(lhs, m.mT, damping, unit=True).mT)
     if context.t == 1:
         gain = torch.ones_like(gain)
     elif gain_due(context):

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from .base import Runtime, Ticket, balanced_turns
+from .base import Runtime, balanced_turns
+from .copies import Copies, is_apart, settle
 from .inline import Inline
 from .staggered import Staggered
+from .stream import Stream
+from .thread import Thread
+from .tiers import TIERS, Block, Disk, assign
+from .workers import Job, Workers
 
-RUNTIMES: dict[str, Runtime] = {runtime.name: runtime for runtime in (Staggered(), Inline())}
+RUNTIMES: dict[str, Runtime] = {runtime.name: runtime for runtime in (Staggered(), Inline(), Thread(), Stream())}
 
-__all__ = ["RUNTIMES", "Inline", "Runtime", "Staggered", "Ticket", "balanced_turns"]
+__all__ = [
+    "RUNTIMES",
+    "TIERS",
+    "Block",
+    "Copies",
+    "Disk",
+    "Inline",
+    "Job",
+    "Runtime",
+    "Staggered",
+    "Stream",
+    "Thread",
+    "Workers",
+    "assign",
+    "balanced_turns",
+    "is_apart",
+    "settle",
+]

@@ -1,40 +1,40 @@
-"""Refreshes as tickets, timed by the step counter. This package knows nothing of curvature."""
+"""Refreshes as jobs, timed by the step counter. This package knows nothing of curvature."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Ticket(Generic[Result]):
-    """One job: ``compute`` works on copies only and touches no shared state."""
-
-    compute: Callable[[], Result]
-    install: Callable[[Result], None]
 
 
 class Runtime(ABC):
     """When a refresh runs. The clock is a matrix's own step counter, so a resumed run refreshes at the same steps."""
 
     name: ClassVar[str]
+    background: ClassVar[bool] = False
+    """Whether a refresh that is due later is computed beside the training."""
+    delay: ClassVar[int] = 0
+    """Steps between the snapshot and the installation of its result where the user names no number."""
 
     @abstractmethod
     def phase(self, turn: int, every: int) -> int:
         """Offset within the interval of the ``turn``-th slot of a balanced assignment (0 <= turn < every)."""
 
-    def due(self, t: int, turn: int, every: int) -> bool:
-        """True if a matrix whose counter reads t after this step is refreshed at the end of it."""
-        return (t + self.phase(turn, every)) % every == 0
+    def beside(self, compute: Callable[[], Result], reads: Sequence[Tensor]) -> Callable[[], Result]:
+        """The computation as another thread is to run it.
 
-    def run(self, tickets: Iterable[Ticket[Result]]) -> None:
-        """Compute and install, in order, before the next step."""
-        for ticket in tickets:
-            ticket.install(ticket.compute())
+        Args:
+            reads: the tensors that it reads, which the calling thread has just written.
+        """
+        return compute
+
+    def due(self, t: int, turn: int, every: int) -> bool:
+        """True if a snapshot of a matrix whose counter reads t after this step is taken at the end of it."""
+        return (t + self.phase(turn, every)) % every == 0
 
 
 def balanced_turns(costs: list[float], every: int, loads: list[float]) -> list[int]:

@@ -16,7 +16,8 @@ CORE = Path(scao_core.__file__).parent
 ALLOWED = {
     "reference": set(),
     "errors": set(),
-    "config": {"errors"},
+    "converters": {"errors"},
+    "config": {"converters", "errors"},
     "linalg": set(),
     "update": set(),
     "curvature": {"linalg"},
@@ -26,14 +27,32 @@ ALLOWED = {
     "telemetry": set(),
     "plan": {"config", "curvature", "engines"},
     "gather": {"errors"},
-    "checkpoint": {"config", "errors", "plan"},
+    "checkpoint": {"config", "engines", "errors", "plan"},
     "groups": {"checkpoint", "config", "errors", "gather", "plan"},
     "stacks": {"curvature", "engines", "errors", "plan", "update"},
     "moves": {"engines", "stacks", "update"},
-    "refresh": {"curvature", "engines", "groups", "plan", "runtime", "stacks"},
+    "schedule": {"curvature", "groups", "plan", "runtime"},
+    "refresh": {"curvature", "engines", "runtime", "schedule", "stacks"},
+    "placement": {"engines", "errors", "plan", "runtime"},
+    "repair": {"curvature", "engines", "plan", "stacks"},
+    "staging": {"repair", "runtime", "stacks"},
+    "homes": {"placement", "runtime"},
+    "offload": {
+        "curvature",
+        "distributed",
+        "engines",
+        "homes",
+        "placement",
+        "plan",
+        "repair",
+        "runtime",
+        "stacks",
+        "staging",
+    },
     "reporting": {"groups", "plan", "telemetry"},
+    "saving": {"checkpoint", "config", "groups", "offload", "plan", "refresh", "reporting", "schedule"},
 }
-STANDARD_LIBRARY_ONLY = {"errors", "config", "telemetry"}
+STANDARD_LIBRARY_ONLY = {"errors", "converters", "config", "telemetry"}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:

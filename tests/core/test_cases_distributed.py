@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import children
 from scao import SCAO, NonFiniteGradientError, ParameterError
 
 ENGINES = ("kl", "soap", "spectral")
@@ -238,7 +239,7 @@ def main(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = children.environment()
     logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(WORLD)]
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env=env, stdout=log, stderr=log)

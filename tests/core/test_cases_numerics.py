@@ -261,7 +261,7 @@ def test_a_basis_is_given_up_after_three_failures_and_taken_again(engine: str, m
     p = make((8, 40))
     opt = SCAO([p], lr=1e-2, engine=engine, refresh_every=2, runtime="inline")
     train_low_rank(opt, [p], 4)
-    assert opt.report().refreshed == 2
+    assert opt.report().refreshed == 3  # after the first gradient too
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(torch.linalg, "eigh", broken("raise"))
@@ -270,7 +270,7 @@ def test_a_basis_is_given_up_after_three_failures_and_taken_again(engine: str, m
         assert opt.report().degraded == 1
         assert finite(opt, [p])
     train_low_rank(opt, [p], 4)
-    assert opt.report().refreshed == 4
+    assert opt.report().refreshed == 5
     assert opt.report().degraded == 1
     assert finite(opt, [p])
     assert opt.report().last is not None
@@ -404,12 +404,13 @@ def displacement(engine: str, shape: tuple[int, ...], scale: float, factors: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_direction_does_not_depend_on_the_scale_of_the_loss(engine: str, kind: str) -> None:
-    """1e-3 relative: gradients that are multiples of each other by no power of two differ by their fp32 rounding.
+    """1e-2 relative: gradients that are multiples of each other by no power of two differ by their fp32 rounding.
 
-    A polar factor magnifies that by the condition of the momentum, about 1e4 here: 1e-2. Without ``cautious``, which
-    decides by the sign of an entry that rounding may flip.
+    A polar factor magnifies that by the condition of the momentum, about 1e4 here, and an eigenbasis by how close its
+    eigenvalues are: the noise around the two strong directions has nearly equal ones. Without ``cautious``, which decides
+    by the sign of an entry that rounding may flip.
     """
-    tolerance = 1e-2 if engine == "spectral" else 1e-3
+    tolerance = 1e-2
     expected = displacement(engine, KINDS[kind], 1.0, cautious=False)
     for scale in (1e-12, 3e-9, 1e-6, 1e-3, 7.0, 1e3, 1e6, 1e12):
         got = displacement(engine, KINDS[kind], scale, cautious=False)

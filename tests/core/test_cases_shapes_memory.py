@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -93,11 +92,13 @@ def test_every_dtype_trains_with_statistics_in_full_precision(dtype: torch.dtype
             p.grad = grad_like(p, 100 * t + i)
         opt.step()
     full = torch.float64 if dtype == torch.float64 else torch.float32
+    momentum = dtype if dtype == torch.bfloat16 else full  # as AdamW stores it
     for p in params:
         assert p.dtype == dtype
         assert torch.isfinite(p).all()
         for key, value in opt.state[p].items():
-            assert value.dtype in ((full,) if key not in ("step",) and value.is_floating_point() else (value.dtype,))
+            if key != "step" and value.is_floating_point():
+                assert value.dtype == (momentum if key == "exp_avg" else full)
             assert torch.isfinite(value).all()
 
 
@@ -454,7 +455,7 @@ def test_the_largest_vocabularies_are_planned_without_a_factor() -> None:
         for shape in ((152_064, 2048), (2048, 152_064), (256_000, 4096)):
             what = plan(shape, torch.bfloat16, plan_key({"engine": engine}))
             assert what.engine == "adam"
-            assert what.bytes == 2 * 4 * math.prod(shape) + 8
+            assert what.bytes == (2 + 4) * math.prod(shape) + 8  # momentum in bf16, second moments in fp32
 
 
 def test_two_real_steps_of_a_large_vocabulary() -> None:
@@ -492,21 +493,23 @@ def test_lora_state_is_small(engine: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ["kl", "soap"])
-def test_a_refresh_is_not_much_longer_than_a_step(engine: str) -> None:
+def test_a_refresh_decomposes_short_sides_only(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what keeps the step of a refresh near the others; `make bench-step` shows its time (max ms)."""
+    original, sides = torch.linalg.eigh, list[int]()
+
+    def eigh(a: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sides.append(a.shape[-1])
+        return original(a, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
     params = [make(s) for s in ((16, 1024), (1024, 16))]
     opt = SCAO(params, engine=engine, refresh_every=4, runtime="inline")
-    times: dict[bool, list[float]] = {True: [], False: []}
     for t in range(24):
         for p in params:
             p.grad = grad_like(p, t)
-        start = time.perf_counter()
         opt.step()
-        elapsed = time.perf_counter() - start
-        assert opt.report().last is not None
-        times[opt.report().last.refreshed > 0].append(elapsed)
-    assert len(times[True]) == 6
-    # Medians, so that a busy machine does not decide; 5 ms for what is fixed.
-    assert statistics.median(times[True]) <= 5 * statistics.median(times[False]) + 5e-3
+    assert set(sides) == {16}
+    assert opt.report().refreshed == 2 * (6 + 2)  # each interval, and after the 1st and 2nd gradient
 
 
 # --- case 51: flattened models ----------------

@@ -60,6 +60,18 @@ def test_bytes_on_the_lora_matrices_of_qwen(momentum, limit):
     assert total / count <= limit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_take_less_than_adamw_in_any_dtype(dtype):
+    """AdamW keeps two moments in the dtype of the parameter."""
+    for shape, _ in QWEN:
+        assert planned(shape, dtype).bytes < 2 * dtype.itemsize * math.prod(shape)
+
+
+def test_the_factors_do_not_depend_on_the_dtype():
+    for shape in (*SHAPES, (4096, 4096), (1000, 20)):
+        assert planned(shape, torch.bfloat16).sides == planned(shape).sides
+
+
 @pytest.mark.parametrize(
     "shape", [s for s in SHAPES if math.prod(s)] + [s for s, _ in QWEN] + [(4096, 4096), (1000, 20)]
 )

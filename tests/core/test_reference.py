@@ -7,7 +7,7 @@ from scao import SCAO
 from scao_core import reference
 from scao_core.engines import kl
 from scao_core.groups import Plans
-from scao_core.runtime import RUNTIMES
+from scao_core.schedule import is_due
 
 # fp64 products of this size agree to about 1e-13. The largest difference comes from the first directions of a spiked
 # factor: they are nearly dependent (condition up to 1e3 here), and Cholesky QR squares that where the reference's
@@ -50,7 +50,7 @@ def run_both(shape, steps=24, seed=0, **options):
     plan = Plans(optimizer.param_groups[0])[fast]
     turns = optimizer._schedule()[0][0][0]
     slow = start.T.clone() if plan.transposed else start.clone()
-    state, names = None, optimizer.param_groups[0]
+    state, names, waiting = None, optimizer.param_groups[0], [(0, None), (0, None)]
     told = ("lr", "betas", "eps", "weight_decay", "damping", "norm_rule", "cautious", "nesterov", "engine")
     o = {k: names[k] for k in told}
     o["curvature_beta"] = names["betas"][1] if names["curvature_beta"] is None else names["curvature_beta"]
@@ -60,10 +60,31 @@ def run_both(shape, steps=24, seed=0, **options):
         if state is None:
             state = initial(optimizer.state[fast], plan)
         t = int(state["step"]) + 1
-        due = [RUNTIMES[names["runtime"]].due(t, turn, 4) for turn in turns] or [False, False]
+        pairs = zip(plan.sides, turns, strict=True)
+        due = [is_due(side, names["runtime"], t, turn, 4) for side, turn in pairs] or [False, False]
+        if names["refresh_delay"]:
+            due = delayed(waiting, due, t, names["refresh_delay"])
         sides = [kind(f) for f in plan.sides] or [("diagonal",)] * 2
         slow = reference.step(slow, g.T if plan.transposed else g, state, *sides, due, o)
+        for i, (when, basis) in enumerate(waiting):
+            if when > t and basis is None:  # the snapshot of this step
+                prefix = ("left_", "right_")[i]
+                entries = {"cov": state[prefix + "cov"], "basis": state[prefix + "basis"]}
+                waiting[i] = (when, reference.eigenbasis(entries))
     return plan, fast.detach(), slow.T if plan.transposed else slow, optimizer.state[fast], state
+
+
+def delayed(waiting, due, t, delay):
+    """What the reference installs after step t; takes a note of snapshots that are due and of those that are early."""
+    result = []
+    for i, snapshot in enumerate(due):
+        install = waiting[i][1] if waiting[i][0] == t else False
+        if snapshot and t < 4:
+            install = True
+        elif snapshot:
+            waiting[i] = (t + delay, None)
+        result.append(install)
+    return result
 
 
 def initial(like, plan):
@@ -99,6 +120,17 @@ def assert_same_state(fast, slow, transposed):
 def test_rule_equals_reference(engine, factors, shape, runtime):
     plan, fast, slow, state, wanted = run_both(shape, engine=engine, factors=factors, runtime=runtime)
     assert plan.engine == engine
+    torch.testing.assert_close(fast, slow, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_state(state, wanted, plan.transposed)
+
+
+@pytest.mark.parametrize("runtime", ["staggered", "inline", "thread"])
+@pytest.mark.parametrize("engine", ["kl", "soap"])
+def test_a_late_basis_equals_reference(engine, runtime):
+    """Refreshes before the first interval is over do not wait: these factors are short."""
+    plan, fast, slow, state, wanted = run_both(
+        (6, 10), engine=engine, factors="dense,blocked", runtime=runtime, refresh_delay=2
+    )
     torch.testing.assert_close(fast, slow, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_state(state, wanted, plan.transposed)
 

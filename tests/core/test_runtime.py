@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scao import SCAO
-from scao_core.runtime import RUNTIMES, Ticket, balanced_turns
+from scao_core.runtime import RUNTIMES, balanced_turns
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIMES))
@@ -25,21 +25,14 @@ def test_staggered_spreads_the_cost():
     assert turns == balanced_turns(costs, 10, [0.0] * 10)
 
 
-def test_tickets_are_computed_and_installed_in_order():
-    seen = []
-    tickets = [Ticket(lambda i=i: i, lambda result: seen.append(result)) for i in range(3)]
-    RUNTIMES["inline"].run(tickets)
-    assert seen == [0, 1, 2]
-
-
-def refreshes(runtime, steps=20, every=5, count=10):
-    params = [torch.nn.Parameter(torch.zeros(6, 40)) for _ in range(count)]
-    optimizer = SCAO(params, runtime=runtime, refresh_every=every)
+def refreshes(runtime, steps=20, every=5, count=10, shape=(80, 90)):
+    params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)]
+    optimizer = SCAO(params, runtime=runtime, refresh_every=every, factors="dense,diagonal", bytes_per_param=20)
     generator, reports = torch.Generator().manual_seed(0), []
     optimizer.on_step(reports.append)
     for _ in range(steps):
         for p in params:
-            p.grad = torch.randn(6, 40, generator=generator)
+            p.grad = torch.randn(shape, generator=generator)
         optimizer.step()
     return [report.refreshed for report in reports]
 
@@ -47,6 +40,11 @@ def refreshes(runtime, steps=20, every=5, count=10):
 def test_no_burst_by_default():
     assert refreshes("staggered") == [2] * 20
     assert refreshes("inline") == ([0] * 4 + [10]) * 4
+
+
+def test_a_short_side_is_refreshed_early_and_then_in_its_turn():
+    assert refreshes("inline", steps=10, shape=(6, 200)) == [10, 10, 0, 10, 10, 0, 0, 0, 0, 10]
+    assert refreshes("staggered", steps=10, shape=(6, 200))[4:] == [2] * 6
 
 
 def test_a_group_added_later_leaves_the_turns_as_they_were():
