@@ -12,6 +12,7 @@ import torch
 from comparing import Tokens
 from scao_core import SCAO, ConfigError, ParameterError, UnknownOptionError
 from scao_integrations import hf_trainer as door
+from scao_integrations import transformers_names
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -218,7 +219,7 @@ def test_a_registration_inside_another_stays(named):
 def test_another_scao_is_refused_and_left_alone(named, monkeypatch):
     post_init = transformers.TrainingArguments.__post_init__
     with monkeypatch.context() as patch:
-        patch.setattr(door, "_patches", [])  # as a process in which somebody else added the name
+        patch.setattr(transformers_names, "_patches", [])  # as a process in which somebody else added the name
         with pytest.raises(ConfigError, match="already means something else"):
             door.register()
     assert transformers.TrainingArguments.__post_init__ is post_init
@@ -270,9 +271,14 @@ def test_values_reach_the_history_and_every_logger(tmp_path, named, monkeypatch)
     assert [entry["step"] for entry in history] == [2, 4, 6]
     wanted = {
         "scao/skipped_steps": 0,
-        "scao/steps_since_refresh": 0,
+        "scao/refresh_age": 0,
         "scao/failed_refreshes": 0,
         "scao/degraded_bases": 0,
+        "scao/queued_refreshes": 0,
+        "scao/waited_seconds": 0.0,
+        "scao/lost_blocks": 0,
+        "scao/device_bytes": trainer.optimizer.optimizer.report().state_bytes,
+        "scao/host_bytes": None,  # nothing is there
         "scao/lr_0": 2e-3,
         "scao/lr_1": 2e-3,
     }
@@ -293,7 +299,8 @@ def test_skipped_steps_are_counted(tmp_path):
     with pytest.warns(UserWarning, match="skipped a step"):
         trainer = train(tmp_path, kwargs)
     assert [e["scao/skipped_steps"] for e in trainer.state.log_history if "loss" in e] == [0, 1, 1]
-    assert [e["scao/steps_since_refresh"] for e in trainer.state.log_history if "loss" in e][-1] < 6
+    # Its last turn was at step 4.
+    assert [e["scao/refresh_age"] for e in trainer.state.log_history if "loss" in e][-1] == 1
 
 
 def test_without_scao_there_is_one_warning_and_nothing_else(tmp_path):
