@@ -32,7 +32,11 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,  # help and usage errors as plain text, also in log files
     )
     for name in COMMANDS:
-        app.command(name)(load_command(name))
+        command = load_command(name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     app.callback()(_group)  # keeps `scao demo` a sub-command even while it is the only one
     return app
 

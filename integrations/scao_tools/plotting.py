@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scao_tools.checkpointing import write_atomically
@@ -51,3 +51,25 @@ def plot_losses(records: Sequence[OptimizerRecord], title: str, path: Path) -> N
 def _draw(axes: object, points: Sequence[tuple[int, float]], label: str, **style: object) -> None:
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style)  # type: ignore[attr-defined]
+
+
+def plot_schedules(figures: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """Draw, for each refresh schedule, the spread of a training step and its mean over AdamW's into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    spread, overhead = figure.subplots(1, 2)
+    places = range(len(figures))
+    for shift, key, color in ((-0.2, "max_over_median", COLORS[1]), (0.2, "p99_over_median", COLORS[0])):
+        values = [row[key] for row in figures.values()]
+        spread.bar([x + shift for x in places], values, 0.4, color=color, label=key.replace("_over_", " / "))
+    spread.set_ylim(bottom=1.0)
+    spread.legend()
+    overhead.bar(places, [100 * row["mean_overhead"] for row in figures.values()], color=COLORS[2])
+    overhead.set_ylabel("mean step over AdamW's, %")
+    for axes in (spread, overhead):
+        axes.set_xticks(list(places), list(figures))
+    write_atomically(path, lambda part: figure.savefig(part, format="png"))

@@ -22,6 +22,7 @@ from scao_tools.bench.settings import (
     common_seeds,
     count,
     label,
+    late_difference,
     listed,
     lr_text,
     paired_difference,
@@ -48,6 +49,14 @@ class Comparison:
     def paired(self) -> tuple[Setting, Setting]:
         """Both with only the seeds that are in the difference."""
         return common_seeds(self.subject, self.against)
+
+    @cached_property
+    def fresh(self) -> Difference | None:
+        """The paired difference on the training batches of the last third of the steps, each measured before its update.
+
+        They are examples that the run has not seen, of the groups that it trains on; the held-out ones are of other groups.
+        """
+        return None if self.difference is None else late_difference(*self.paired)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ _METHOD = (
     "learning rate of an optimizer.",
     "Tuned AdamW is the best of all AdamW settings. Differences are paired by seed; their 95 % intervals are Student’s "
     "t over at least three common seeds. The intervals do not allow for choosing the best of several trials.",
+    "Held-out examples are of groups (modules, services) that training never sees. Fresh training batches are of the groups "
+    "that it does see, each measured before its update, in the last third of the steps: also examples that are new to the "
+    "run. The two can differ in sign where groups differ; settings are chosen by the held-out loss.",
     "Nothing is ranked where AdamW’s best learning rate is at the edge of those tried or has fewer than three seeds, where "
     "another AdamW setting may be better on the same seeds, or where records contradict each other. An optimizer is not "
     "ranked with fewer than three common seeds, with more trials than AdamW, or with other data or steps. Rows are in the "
@@ -144,7 +147,8 @@ def _loss_table(group: Group, rows: Sequence[tuple[Variant, bool]]) -> list[list
     compared = not group.refusals
     head = ["optimizer", "best lr", "trials", "seeds", "held-out loss ± SD", "at 0.5× lr (seeds)", "at 2× lr (seeds)"]
     if compared:
-        head += [f"minus tuned {label(BASELINE)} [95 %]", "steps to its loss, same schedule", "own schedule"]
+        head += [f"minus tuned {label(BASELINE)} [95 %]", "the same on fresh training batches, last third"]
+        head += ["steps to its loss, same schedule", "own schedule"]
     table = [head]
     for variant, is_ranked in rows:
         best = variant.best
@@ -152,7 +156,7 @@ def _loss_table(group: Group, rows: Sequence[tuple[Variant, bool]]) -> list[list
         cells = [best.name, lr_text(best.lr), str(group.trials(best.optimizer)), str(len(best.runs))]
         cells += [loss_text(best.mean) + spread, _near(variant, 0.5), _near(variant, 2.0)]
         if compared:
-            cells += _compared_cells(group, variant) if is_ranked else ["not ranked", NONE, NONE]
+            cells += _compared_cells(group, variant) if is_ranked else ["not ranked", *[NONE] * 3]
         table.append(cells)
     return table
 
@@ -160,10 +164,11 @@ def _loss_table(group: Group, rows: Sequence[tuple[Variant, bool]]) -> list[list
 def _compared_cells(group: Group, variant: Variant) -> list[str]:
     pair = group.against_baseline(variant)
     if pair is None:  # AdamW itself; its own curve may touch its final loss before its end
-        return [NONE, *[relative_text(Reach(float(group.steps)), group.steps)] * 2]
+        return [NONE, NONE, *[relative_text(Reach(float(group.steps)), group.steps)] * 2]
     mine, theirs = pair.paired
     found = (same_schedule(mine, theirs.mean), group.own_schedule(mine, theirs.mean))
-    return [interval_text(pair.difference), *(relative_text(one, group.steps) for one in found)]
+    fresh = NONE if pair.fresh is None else interval_text(pair.fresh)
+    return [interval_text(pair.difference), fresh, *(relative_text(one, group.steps) for one in found)]
 
 
 def _near(variant: Variant, factor: float) -> str:

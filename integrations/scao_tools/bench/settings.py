@@ -12,6 +12,7 @@ from scao_tools.bench.results import RunRecord, options_text
 from scao_tools.optimizers import REGISTRY
 
 _SAME_LR = 1e-6  # relative; grids are written in decimals, so 2 x 0.1 and 0.2 must match
+_LATE = 3  # the last one in so many steps is late (chosen)
 _NEIGHBOR = 1.1  # chosen: a learning rate nearer than this to the best one does not show what lies beyond it
 # 97.5 % points of Student's t with 1 to 30 degrees of freedom; the test integrates the density.
 _T = (
@@ -265,3 +266,18 @@ def relative_drop(setting: Setting, baseline: Setting, *, joules: bool) -> float
     if mine is None or theirs is None or theirs <= 0 or not same_machine(setting, baseline):
         return None
     return mine / theirs
+
+
+def late_difference(subject: Setting, against: Setting) -> Difference | None:
+    """The paired difference on the training batches of the last third of the steps, of two settings with the same seeds.
+
+    None where a curve is missing, of another length, or not finite.
+    """
+    mine, theirs = ({run.seed: run.train_curve for run in one.runs} for one in (subject, against))
+    pairs = [(mine[seed], theirs[seed]) for seed in sorted(mine)]
+    if any(len(a) != len(b) or len(a) < _LATE for a, b in pairs):
+        return None
+    differences = [
+        statistics.fmean(a[-(len(a) // _LATE) :]) - statistics.fmean(b[-(len(b) // _LATE) :]) for a, b in pairs
+    ]
+    return paired_difference(differences) if all(map(math.isfinite, differences)) else None
