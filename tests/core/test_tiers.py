@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch
 
+import children
 import scao_core.offload
 import scao_core.optimizer
 from scao import SCAO, ConfigError
 from scao_core.placement import planned_bytes
 from scao_core.runtime import assign
-import children
 from scratch_file import damage, manifest, the_file
 
 SHAPES = [(40, 24), (40, 24), (6, 40), (3, 16, 32), (16,)]

@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import children
 from scao import SCAO
 from scao_core import optimizer as optimizer_module
 from scao_core import placement
-import children
 from scratch_file import damage, manifest, the_file
 
 SHAPES = [(20, 24), (20, 24), (6, 24), (3, 18, 20), (9,)]
@@ -99,7 +99,9 @@ def resumed(saved, weights, folder=None, **options):
 
 def spawn(mode, folder, *more):
     command = [sys.executable, __file__, mode, str(folder), *map(str, more)]
-    return subprocess.Popen(command, env=children.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=children.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
