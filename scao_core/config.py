@@ -29,7 +29,7 @@ from .converters import (
 from .errors import ConfigError, UnknownOptionError
 
 ENGINES = ("kl", "soap", "spectral")
-RUNTIME_NAMES = ("staggered", "inline", "thread", "stream")
+RUNTIME_NAMES = ("staggered", "inline", "thread", "stream", "auto")
 NORM_RULES = ("decrease", "none")
 NONFINITE = ("skip", "raise")
 
@@ -66,7 +66,7 @@ class Options:
     runtime: str = _option(
         "staggered",
         choice(*RUNTIME_NAMES),
-        "Refreshes spread over steps, all at once (inline), or by threads (thread, stream).",
+        "Refreshes spread over steps, all at once (inline), or by threads (thread, stream; auto: where a core is spare).",
     )
     memory_budget: int | None = _option(
         None, optional(byte_count), "Bytes (2GiB) of curvature on the device; the rest lies on the host. None: all."

@@ -49,10 +49,11 @@ class SCAO(SavingOptimizer):
             None: 8, or 12 for soap, which also keeps a second moment.
         refresh_every: steps between two refreshes of an eigenbasis.
         refresh_delay: steps between the snapshot that a basis is computed from and its installation, less than
-            ``refresh_every``. None: 0, or 3 with ``runtime="thread"`` or ``"stream"``.
+            ``refresh_every``. None: 0, or 3 with ``runtime="thread"``, ``"stream"`` or ``"auto"``.
         runtime: ``"staggered"`` spreads refreshes over the interval, ``"inline"`` does all at once, ``"thread"`` spreads
             them and has host threads compute them; the delay is fixed, so the speed of a thread changes no bit. ``"stream"``
-            also gives their transfers from and to a GPU a stream of their own.
+            also gives their transfers from and to a GPU a stream of their own. ``"auto"`` does so where a core is spare, and
+            else computes the same within the step.
         memory_budget: bytes of covariances and bases that stay on the parameters' device, as a number or text ("2GiB"); the
             rest lies on the host (pinned). None: all stay. Results are the same to the bit.
         host_budget: bytes of them that may lie on the host; needs ``offload_dir``. None: 0 there.

@@ -126,7 +126,7 @@ class Refreshes:
             return basis, good.tolist()
 
         runtime = RUNTIMES[units[0].job.group["runtime"]]
-        if delay and runtime.background:
+        if delay and runtime.background():
             if self.workers is None or (self.workers.closed and not self.workers.broken):
                 self.workers = Workers()
             return Computed(self.workers.submit(runtime.beside(compute, list(snapshot.values()))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .auto import Auto
 from .base import Runtime, balanced_turns
 from .copies import Copies, is_apart, settle
 from .inline import Inline
@@ -9,13 +10,16 @@ from .staggered import Staggered
 from .stream import Stream
 from .thread import Thread
 from .tiers import TIERS, Block, Disk, assign
-from .workers import Job, Workers
+from .workers import Job, Workers, spare_cores
 
-RUNTIMES: dict[str, Runtime] = {runtime.name: runtime for runtime in (Staggered(), Inline(), Thread(), Stream())}
+RUNTIMES: dict[str, Runtime] = {
+    runtime.name: runtime for runtime in (Staggered(), Inline(), Thread(), Stream(), Auto())
+}
 
 __all__ = [
     "RUNTIMES",
     "TIERS",
+    "Auto",
     "Block",
     "Copies",
     "Disk",
@@ -30,4 +34,5 @@ __all__ = [
     "balanced_turns",
     "is_apart",
     "settle",
+    "spare_cores",
 ]

@@ -15,14 +15,16 @@ class Runtime(ABC):
     """When a refresh runs. The clock is a matrix's own step counter, so a resumed run refreshes at the same steps."""
 
     name: ClassVar[str]
-    background: ClassVar[bool] = False
-    """Whether a refresh that is due later is computed beside the training."""
     delay: ClassVar[int] = 0
     """Steps between the snapshot and the installation of its result where the user names no number."""
 
     @abstractmethod
     def phase(self, turn: int, every: int) -> int:
         """Offset within the interval of the ``turn``-th slot of a balanced assignment (0 <= turn < every)."""
+
+    def background(self) -> bool:
+        """Whether a refresh that is due later is computed beside the training."""
+        return False
 
     def beside(self, compute: Callable[[], Result], reads: Sequence[Tensor]) -> Callable[[], Result]:
         """The computation as another thread is to run it.

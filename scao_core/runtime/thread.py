@@ -20,8 +20,10 @@ class Thread(Staggered):
     """
 
     name: ClassVar[str] = "thread"
-    background: ClassVar[bool] = True
     delay: ClassVar[int] = 3  # Asteria (2026): the time that is saved no longer grows from about 3 on
+
+    def background(self) -> bool:
+        return True
 
     def beside(self, compute: Callable[[], Result], reads: Sequence[Tensor]) -> Callable[[], Result]:
         if reads[0].device.type != "cuda":

@@ -20,7 +20,14 @@ Result = TypeVar("Result")
 _PATIENCE = 60.0  # seconds that a result may be late before it is computed here instead (chosen)
 _GIVE_UP = 2  # workers lost before no more are started (chosen)
 _LAST_WAIT = 5.0  # seconds that a running job may take to end when the interpreter exits (chosen)
+_MOST = 4  # workers of one optimizer (chosen)
 _LOOK = 0.05  # seconds between two looks at whether the worker is still alive
+
+
+def spare_cores() -> int:
+    """Cores that this process may use and its main thread's own operations do not."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return allowed - torch.get_num_threads()
 
 
 class Job(Generic[Result]):
@@ -81,8 +88,7 @@ class Workers:
     """A few daemon threads, started with the first job. Each computes with one thread of its own."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:
-        spare = (os.cpu_count() or 1) - torch.get_num_threads()
-        self._count = max(1, min(4, spare))
+        self._count = max(1, min(_MOST, spare_cores()))
         self.patience = patience
         self.closed = False
         self._losses = 0

@@ -75,6 +75,17 @@ def test_no_delay_is_the_plain_optimizer():
     assert optimizer._refreshes.workers is None
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_auto_takes_workers_where_a_core_is_spare_and_the_bits_are_the_same(cores, monkeypatch):
+    expected, _ = run(runtime="thread")
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(threads - 1 + cores)), raising=False)
+    params, optimizer = run(runtime="auto")
+    assert_same(params, expected)
+    assert (optimizer._refreshes.workers is not None) == (cores == 2)
+    assert optimizer.report().refreshed > 0
+
+
 def test_the_delay_changes_the_result():
     """Negative control: with a delay that did nothing, the tests above could not fail."""
     a, _ = run(runtime="staggered", refresh_delay=0)
