@@ -736,3 +736,10 @@ def test_no_results_are_refused_with_a_sentence(tmp_path: Path) -> None:
 def test_equal_seeds_count_once() -> None:
     (variant,) = variants_of([run(loss=2.0), run(loss=3.0), run(seed=1, loss=4.0)])
     assert variant.best.losses == {0: 2.0, 1: 4.0}
+
+
+def test_a_line_from_before_the_number_format_was_kept_says_so() -> None:
+    line = run().to_line()
+    old = {key: value for key, value in line.items() if key != "dtype"}
+    assert RunRecord.from_line(old, "here").dtype == "not recorded"
+    assert RunRecord.from_line({**line, "dtype": "bf16"}, "here").dtype == "bf16"

@@ -92,7 +92,8 @@ def _header(records: Sequence[RunRecord], command: str) -> list[Block]:
         f"Commits: {commits}." + (" A dirty one had uncommitted changes." if "-dirty" in commits else ""),
         f"Versions: {versions}.",
         f"Dates: {times[0]} to {times[-1]}.",
-        f"Devices: {each(record.device for record in records)}. Threads: {each(record.threads for record in records)}.",
+        f"Devices: {each(record.device for record in records)}. Threads: {each(record.threads for record in records)}. "
+        f"Number format: {each(record.dtype for record in records)}.",
     ]
     return [Block("ul", lines), Block("p", ["Made by:"]), Block("pre", [command])]
 

@@ -34,6 +34,7 @@ class RunRecord:
         step_seconds: the median step, forward and backward included; ``optimizer_ms`` the optimizer's part of it.
         cpu_seconds: of all threads of the process, training alone. ``energy_joules``: where the machine can tell.
         commit: of the code that made it, with ``-dirty`` where files differed from it.
+        dtype: number format of the frozen weights and of the matrix products; lines from before it was kept lack it.
     """
 
     workload: str
@@ -62,6 +63,7 @@ class RunRecord:
     commit: str
     time: str
     versions: dict[str, str] = field(default_factory=dict)
+    dtype: str = "not recorded"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -91,6 +93,7 @@ class RunRecord:
         if values.pop("format", None) != FORMAT:
             raise ResultsError(f"{where}: format {line.get('format')!r} is not {FORMAT}; was another version at work?")
         names = {f.name for f in dataclasses.fields(cls)}
+        values.setdefault("dtype", cls.dtype)
         if set(values) != names:
             wrong = ", ".join(sorted(set(values) ^ names))
             raise ResultsError(f"{where}: missing or unknown fields: {wrong}")

@@ -141,6 +141,7 @@ def _record(session: BenchSession, run: Run, stage: str, curves: _Curves, cost: 
         commit=commit(),
         time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
+        dtype=session.place.dtype,
     )
 
 
