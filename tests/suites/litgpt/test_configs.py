@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from pathlib import Path
 
 import litgpt.__main__ as cli
@@ -15,14 +14,11 @@ from litgpt.utils import instantiate_torch_optimizer
 from scao import SCAO
 from suites.litgpt import tuning
 from suites.litgpt.tuning import MATERIAL, litgpt, losses
+from suites.recipes import assert_header, names, twin
 
 CONFIGS = Path(tuning.__file__).parents[3] / "configs" / "litgpt"
 BOTH = sorted(CONFIGS.glob("*.yaml"))
 SCAO_CONFIGS = sorted(CONFIGS.glob("*_scao.yaml"))
-
-
-def names(paths):
-    return [path.stem for path in paths]
 
 
 def command(path):
@@ -59,8 +55,7 @@ def test_litgpts_parser_takes_every_key(folder, monkeypatch, path):
 
 @pytest.mark.parametrize("path", SCAO_CONFIGS, ids=names(SCAO_CONFIGS))
 def test_the_twin_differs_in_its_optimizer_alone(path):
-    twin = path.with_name(path.name.replace("_scao", "_adamw"))
-    ours, theirs = yaml.safe_load(path.read_text()), yaml.safe_load(twin.read_text())
+    ours, theirs = yaml.safe_load(path.read_text()), yaml.safe_load(twin(path).read_text())
     assert ours["optimizer"].pop("class_path") == "scao.SCAO"
     assert theirs["optimizer"].pop("class_path") == "torch.optim.AdamW"
     half = ours["precision"] == "bf16-true"
@@ -70,11 +65,7 @@ def test_the_twin_differs_in_its_optimizer_alone(path):
 
 @pytest.mark.parametrize("path", BOTH, ids=names(BOTH))
 def test_its_header_says_how_to_run_it(path):
-    header = path.read_text().split("\ncheckpoint_dir")[0]
-    assert f"litgpt {command(path)} --config {path.name} --out_dir out/{path.stem}" in header
-    assert re.search(r"^# Memory: .", header, re.MULTILINE)
-    assert re.search(r"^# Run: .{10}", header, re.MULTILINE)
-    assert f"# Twin: {path.name.replace('scao', 'X').replace('adamw', 'scao').replace('X', 'adamw')}" in header
+    assert_header(path, "checkpoint_dir", f"litgpt {command(path)} --config {path.name} --out_dir out/{path.stem}")
 
 
 def test_an_unknown_key_is_litgpts_own_error(folder, capsys):

@@ -1,7 +1,6 @@
 """The recipes in configs/torchtune: torchtune finds them well-formed, a twin differs in its optimizer, the small ones run."""
 
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -13,16 +12,13 @@ from torchtune import config
 from torchtune.modules.peft import LoRALinear
 
 from scao import SCAO
+from suites.recipes import assert_header, names, twin
 from suites.torchtune import tuning
 from suites.torchtune.tuning import MATERIAL, losses, tune, weights
 
 CONFIGS = Path(tuning.__file__).parents[3] / "configs" / "torchtune"
 SCAO_CONFIGS = sorted(CONFIGS.glob("*_scao.yaml"))
 BOTH = sorted(CONFIGS.glob("*.yaml"))
-
-
-def names(paths):
-    return [path.stem for path in paths]
 
 
 @pytest.mark.parametrize("path", BOTH, ids=names(BOTH))
@@ -50,8 +46,7 @@ def test_its_model_is_built_by_those_arguments(path):
 
 @pytest.mark.parametrize("path", SCAO_CONFIGS, ids=names(SCAO_CONFIGS))
 def test_the_twin_differs_in_its_optimizer_alone(path):
-    twin = path.with_name(path.name.replace("_scao", "_adamw"))
-    ours, theirs = OmegaConf.load(path), OmegaConf.load(twin)
+    ours, theirs = OmegaConf.load(path), OmegaConf.load(twin(path))
     assert theirs.optimizer["_component_"] == "torch.optim.AdamW"
     assert (ours.optimizer.lr, ours.optimizer.weight_decay) == (theirs.optimizer.lr, theirs.optimizer.weight_decay)
     del ours["optimizer"], theirs["optimizer"]
@@ -60,11 +55,7 @@ def test_the_twin_differs_in_its_optimizer_alone(path):
 
 @pytest.mark.parametrize("path", BOTH, ids=names(BOTH))
 def test_its_header_says_how_to_run_it(path):
-    header = path.read_text().split("\noutput_dir")[0]
-    assert f"--config {path.name}" in header
-    assert re.search(r"^# Memory: .", header, re.MULTILINE)
-    assert re.search(r"^# Run: .{10}", header, re.MULTILINE)
-    assert f"# Twin: {path.name.replace('scao', 'X').replace('adamw', 'scao').replace('X', 'adamw')}" in header
+    assert_header(path, "output_dir", f"--config {path.name}")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,16 +14,13 @@ import yaml
 
 from scao_core import UnknownOptionError
 from scao_integrations.hf_trainer import registered
+from suites.recipes import assert_header, names, twin
 from suites.trl import tuning
 from suites.trl.tuning import MATERIAL
 
 CONFIGS = Path(tuning.__file__).parents[3] / "configs" / "trl"
 BOTH = sorted(CONFIGS.glob("*.yaml"))
 SCAO_CONFIGS = sorted(CONFIGS.glob("*_scao.yaml"))
-
-
-def names(paths):
-    return [path.stem for path in paths]
 
 
 def kind(path):
@@ -67,8 +63,7 @@ def test_trls_parser_takes_every_key(tmp_path, monkeypatch, named, path):
 
 @pytest.mark.parametrize("path", SCAO_CONFIGS, ids=names(SCAO_CONFIGS))
 def test_the_twin_differs_in_its_optimizer_alone(path):
-    twin = path.with_name(path.name.replace("_scao", "_adamw"))
-    ours, theirs = yaml.safe_load(path.read_text()), yaml.safe_load(twin.read_text())
+    ours, theirs = yaml.safe_load(path.read_text()), yaml.safe_load(twin(path).read_text())
     assert (ours.pop("optim"), theirs.pop("optim")) == ("scao", "adamw_torch")
     half = ours["dtype"] == "bfloat16"
     assert ours.pop("optim_args", None) == ("momentum_dtype=bfloat16" if half else None)
@@ -77,11 +72,8 @@ def test_the_twin_differs_in_its_optimizer_alone(path):
 
 @pytest.mark.parametrize("path", BOTH, ids=names(BOTH))
 def test_its_header_says_how_to_run_it(path):
-    header = path.read_text().split("\nmodel_name_or_path")[0]
-    assert f"python {kind(path)}.py --config {path.name} --output_dir out/{path.stem}" in header
-    assert re.search(r"^# Memory: .", header, re.MULTILINE)
-    assert re.search(r"^# Run: .{10}", header, re.MULTILINE)
-    assert f"# Twin: {path.name.replace('scao', 'X').replace('adamw', 'scao').replace('X', 'adamw')}" in header
+    command = f"python {kind(path)}.py --config {path.name} --output_dir out/{path.stem}"
+    assert_header(path, "model_name_or_path", command)
 
 
 def script(name, config, *further):
