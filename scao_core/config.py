@@ -77,7 +77,11 @@ class Options:
         "Bytes of curvature on the host, with an offload_dir; None: 0, all the rest on disk.",
     )
     offload_dir: str | None = _option(None, optional(folder), "Folder on a fast disk for what fits no budget.")
-    damping: float = _option(0.1, number(0.0), "Added to eigenvalues, relative to their mean.")
+    damping: float | None = _option(
+        None,
+        optional(number(0.0)),
+        "Added to eigenvalues, relative to their mean; None: 0.1, and 1e-3 where the short side is over 64.",
+    )
     norm_rule: str = _option(
         "decrease", choice(*NORM_RULES), "Size of a KL step: the first-order decrease of Adam's, or as whitened."
     )

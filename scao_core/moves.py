@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from . import stacks
-from .engines import ENGINES, Context, adam_step_, rate
+from .engines import ENGINES, Context, adam_step_, default_damping, rate
 from .update import apply_, cautious_, decay_, limited_
 
 
@@ -17,7 +17,8 @@ def move(units: list[stacks.Unit]) -> int:
     job, t = units[0].job, units[0].t
     group, engine = job.group, ENGINES[job.plan.engine]
     beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
-    context = Context(t, tuple(group["betas"]), beta, group["eps"], group["damping"], group["norm_rule"])
+    damping = default_damping(min(job.plan.matrix)) if group["damping"] is None else group["damping"]
+    context = Context(t, tuple(group["betas"]), beta, group["eps"], damping, group["norm_rule"])
     lr, weight_decay = float(group["lr"]), group["weight_decay"]
     if stacks.in_place(units):
         adam_step_(units[0].param, units[0].state, stacks.limited(units)[0], context, lr, weight_decay)

@@ -58,7 +58,8 @@ class SCAO(SavingOptimizer):
             rest lies on the host (pinned). None: all stay. Results are the same to the bit.
         host_budget: bytes of them that may lie on the host; needs ``offload_dir``. None: 0 there.
         offload_dir: folder, on a fast local disk, of a scratch file with what fits neither.
-        damping: added to eigenvalues, relative to their mean (dimensionless).
+        damping: added to eigenvalues, relative to their mean (dimensionless). None: 0.1, and 1e-3 for a matrix whose short
+            side is over 64.
         norm_rule: ``"decrease"``: with the first-order decrease of Adam's step, whose lr so carries over; or ``"none"``.
         cautious: a matrix's entries move only where the step's sign is the gradient's, and farther (Liang et al. 2024).
         nesterov: (1 - β) G + β M in place of a matrix's momentum M.
@@ -101,7 +102,7 @@ class SCAO(SavingOptimizer):
         memory_budget: int | str | None = None,
         host_budget: int | str | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
-        damping: float = 0.1,
+        damping: float | None = None,
         norm_rule: str = "decrease",
         cautious: bool = True,
         nesterov: bool = True,

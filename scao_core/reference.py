@@ -136,6 +136,7 @@ def step(
         o: lr, betas, eps, weight_decay, damping, curvature_beta, norm_rule, cautious, nesterov and engine, by name.
     """
     r, n = p.shape
+    delta = o["damping"] if o["damping"] is not None else 0.1 if r <= 64 else 1e-3
     ls = {k[5:]: v for k, v in state.items() if k.startswith("left_")}
     rs = {k[6:]: v for k, v in state.items() if k.startswith("right_")}
     state["step"] = state["step"] + 1
@@ -156,10 +157,10 @@ def step(
         v = state["exp_avg_sq"] = b2 * state["exp_avg_sq"] + (1 - b2) * g**2
         u = m / (v.sqrt() + o["eps"])
     elif o["engine"] == "kl":
-        w = torch.eye(r).to(g) if t == 1 else inverse_root(left, ls, r, o["damping"], unit=True)
+        w = torch.eye(r).to(g) if t == 1 else inverse_root(left, ls, r, delta, unit=True)
         new_r = accumulate(right, rs, w @ g, b3, t)
-        new_l = accumulate(left, ls, (g @ inverse_root(right, rs, n, o["damping"])).T, b3, t)
-        u = inverse_root(left, ls, r, o["damping"], unit=True) @ m @ inverse_root(right, rs, n, o["damping"])
+        new_l = accumulate(left, ls, (g @ inverse_root(right, rs, n, delta)).T, b3, t)
+        u = inverse_root(left, ls, r, delta, unit=True) @ m @ inverse_root(right, rs, n, delta)
         if t == 1:
             state["gain"] = torch.ones_like(state["gain"])
         elif o["norm_rule"] == "decrease" and (t <= 4 or t % 4 == 2):

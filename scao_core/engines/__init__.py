@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .adam import Adam, adam_step_
-from .base import PREFIXES, Batch, Context, Engine, Sides, rate
+from .base import PREFIXES, Batch, Context, Engine, Sides, default_damping, rate
 from .kl import KL
 from .soap import Soap
 from .spectral import Spectral
@@ -22,5 +22,6 @@ __all__ = [
     "Soap",
     "Spectral",
     "adam_step_",
+    "default_damping",
     "rate",
 ]

@@ -22,6 +22,16 @@ _TURN_FIRST, _TURN_EVERY = 8, 4  # chosen
 PREFIXES = ("left_", "right_")
 
 
+# Chosen by comparison (docs/evidence.md): on the short sides of LoRA the little that one batch says is not to be trusted far; a
+# wide spectrum has most of its eigenvalues far below their mean, and more damping would leave them as they are.
+_DAMPING, _DAMPING_WIDE, _SHORT = 0.1, 1e-3, 64
+
+
+def default_damping(short: int) -> float:
+    """Relative damping of a matrix whose shorter side has this length."""
+    return _DAMPING if short <= _SHORT else _DAMPING_WIDE
+
+
 @dataclass(frozen=True)
 class Context:
     """The scalars of one step of one stack.

@@ -162,6 +162,16 @@ def test_options_reach_the_rule(options):
     assert_same_state(state, wanted, plan.transposed)
 
 
+@pytest.mark.parametrize(("shape", "damping"), [((64, 70), 0.1), ((70, 64), 0.1), ((65, 70), 1e-3), ((70, 65), 1e-3)])
+def test_the_default_damping_follows_from_the_short_side(shape, damping):
+    plan, fast, slow, state, wanted = run_both(shape, steps=8, factors="diagonal,diagonal")
+    torch.testing.assert_close(fast, slow, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_state(state, wanted, plan.transposed)
+    for named in (0.1, 1e-3):
+        same = torch.equal(run_both(shape, steps=8, factors="diagonal,diagonal", damping=named)[1], fast)
+        assert same == (named == damping)
+
+
 @pytest.mark.parametrize("shape", [(6, 12), (12, 6)])
 def test_thin_path_equals_general_rule(shape, monkeypatch):
     """The fast path for dense × spiked and the rule for any two factors are one rule."""
