@@ -205,7 +205,8 @@ def test_a_wrong_workload_says_what_is_allowed(change: dict[str, Any], said: str
 
 def test_every_workload_of_the_package_is_valid_and_brackets_the_baseline() -> None:
     assert {
-        "smollm2-qlora", "smollm2-qlora-second-domain", "tiny-full", "tiny-lora", "qwen2.5-3b-qlora"
+        "smollm2-qlora", "smollm2-qlora-second-domain", "tiny-full", "tiny-full-finetune", "tiny-lora",
+        "qwen2.5-3b-qlora"
     } <= set(workload_names())  # fmt: skip
     for name in workload_names():
         workload = load_workload(name)
