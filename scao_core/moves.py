@@ -30,7 +30,7 @@ def move(units: list[stacks.Unit]) -> int:
     changed, direction = engine.direction(state, batch, job.plan.sides, context)
     for part, grads, u in stacks.parts(units, batch, direction):
         if job.plan.is_matrix:
-            u = limited_(cautious_(u, stacks.stack(grads)) if group["cautious"] else u)
+            u = limited_(cautious_(u, stacks.stack(grads)) if group["cautious"] else u, engine.farthest(context))
         moved = stacks.orient(u, job.plan)
         noise = [unit.seed for unit in part] if group["stochastic_rounding"] else None
         apply_([unit.param for unit in part], moved, lr, weight_decay, noise)

@@ -126,6 +126,12 @@ def frame(kind: Kind, s: State, d: int) -> Tensor:
     return block_diagonal(split(s["basis"]))[:d]
 
 
+def adam_bound(betas: tuple[float, float], t: int) -> float:
+    """The largest |m| / √v of averages m and v of t samples: (Σ w_i² / u_i)^1/2 for their weights w and u (Cauchy-Schwarz)."""
+    pairs = [[(1 - b) * b**k / (1 - b**t) for b in betas] for k in range(t)]
+    return max(1.0, math.sqrt(sum(w * w / u if u else math.inf for w, u in pairs if w)))
+
+
 def step(
     p: Tensor, g: Tensor, state: State, left: Kind, right: Kind, refresh: tuple[bool | Tensor, ...], o: dict[str, Any]
 ) -> Tensor:
@@ -174,8 +180,7 @@ def step(
     elif o["engine"] == "soap":
         wl, wr = frame(left, ls, r), frame(right, rs, n)
         v = state["exp_avg_sq"] = b2 * state["exp_avg_sq"] + (1 - b2) * (wl.T @ g @ wr) ** 2
-        ratio = o["betas"][0] ** 2 / o["betas"][1] if o["betas"][1] else 0.0
-        bound = max(1.0, (1 - o["betas"][0]) / math.sqrt((1 - o["betas"][1]) * (1 - ratio))) if ratio < 1 else math.inf
+        bound = adam_bound(o["betas"], 10_000)
         u = (
             wl @ ((wl.T @ m @ wr) / (v.sqrt() + o["eps"])).clamp(-bound, bound) @ wr.T
         )  # Adam's own bound, by Cauchy-Schwarz
@@ -189,7 +194,8 @@ def step(
         if o["cautious"]:
             agree = (u * g > 0).to(u.dtype)
             u = u * agree / agree.mean().clamp_min(0.1)
-        u = u.clamp(-10, 10)
+        bound = min(10.0, adam_bound(o["betas"], t)) if o["engine"] == "kl" or t == 1 else 10.0
+        u = u.clamp(-bound, bound)
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):
         s |= new
         if due is not False and "cov" in s:

@@ -9,9 +9,6 @@ from torch import Tensor
 # fp32 (chosen: 2^50 squared, times 10^7 elements, is below 3.4e38).
 LARGEST = 2.0**50
 
-# Entries of a direction are of order one. Adam's own limit for betas (0.9, 0.999) is 7.27 (chosen: just above it).
-_FARTHEST = 10.0
-
 # Where fewer entries than this share agree with the gradient, the step shrinks (chosen).
 _SMALLEST_SHARE = 0.1
 
@@ -25,9 +22,9 @@ def momentum_(averages: list[Tensor], grads: list[Tensor], rate: float) -> None:
     torch._foreach_lerp_(averages, grads, rate)
 
 
-def limited_(direction: Tensor) -> Tensor:
-    """U within ±10, in place: a gradient in directions that had none before cannot throw an entry far."""
-    return direction.clamp_(-_FARTHEST, _FARTHEST)
+def limited_(direction: Tensor, farthest: float) -> Tensor:
+    """U within ± this, in place: a gradient in directions that had none before cannot throw an entry far."""
+    return direction.clamp_(-farthest, farthest)
 
 
 def cautious_(direction: Tensor, grads: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ Direction = Tensor | Iterable[Tensor]
 Sides = tuple[Factor, ...]
 _TURN_FIRST, _TURN_EVERY = 8, 4  # chosen
 PREFIXES = ("left_", "right_")
+FARTHEST = 10.0  # chosen: just above Adam's own bound for betas (0.9, 0.999)
+_OVERFLOWS = 700.0  # e to this power is near fp64's largest number
 
 
 # Chosen by comparison (docs/evidence.md): on the short sides of LoRA the little that one batch says is not to be trusted far; a
@@ -128,14 +130,19 @@ def first_direction(g: Tensor, eps: float) -> Tensor:
     return g / g.abs().add_(eps).clamp_min_(torch.finfo(g.dtype).tiny)
 
 
-def adam_bound(betas: tuple[float, float]) -> float:
-    """The largest |m| / √v that averages m and v of the same samples can have: 7.27 for betas (0.9, 0.999), at least 1.
+def adam_bound(betas: tuple[float, float], t: float = math.inf) -> float:
+    """The largest |m| / √v that averages m and v of the same t samples can have.
 
-    By Cauchy and Schwarz it is (Σ w_i² / u_i)^1/2 for their weights w and u.
+    By Cauchy and Schwarz it is (Σ w_i² / u_i)^1/2 for their weights w and u. For betas (0.9, 0.999) it is 1 at t = 1, 1.04
+    at 10, 2.24 at 100 and 7.27 in the end: while v is young, no entry can stand out from its own past.
     """
     b1, b2 = betas
-    ratio = b1 * b1 / b2 if b2 > 0 else 0.0
-    return max(1.0, (1 - b1) / math.sqrt((1 - b2) * (1 - ratio))) if ratio < 1 else math.inf
+    if b1 == 0 or b2 == 0:
+        terms = 1.0 if b1 == 0 or t == 1 else math.inf
+    else:
+        log = 2 * math.log(b1) - math.log(b2)
+        terms = t if log == 0 else math.inf if t * log > _OVERFLOWS else math.expm1(t * log) / math.expm1(log)
+    return max(1.0, (1 - b1) / (1 - math.pow(b1, t)) * math.sqrt(terms * (1 - math.pow(b2, t)) / (1 - b2)))
 
 
 def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -166,6 +173,10 @@ class Engine(ABC):
         Returns:
             the changed entries of the state, and the direction U (the parameter moves by -lr · U).
         """
+
+    def farthest(self, context: Context) -> float:
+        """How far one step may move an entry, in units of lr. The first step is AdamW's, also where most gradients are zero."""
+        return FARTHEST if context.t > 1 else 1.0
 
     def rebase(self, state: State, side: int, sides: Sides, basis: Tensor) -> State:
         """Entries that change when the side's refreshed factor gets a new basis, the basis among them."""

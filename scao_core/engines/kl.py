@@ -16,7 +16,21 @@ from torch import Tensor
 
 from ..curvature import Dense, Factor, Spiked, State, tiny
 from ..linalg import along_rows, gram, low_rank_sum, weighted_rows, weighted_squares
-from .base import PREFIXES, Batch, Context, Direction, Engine, Sides, first_direction, join, rate, split, turn_rate
+from .base import (
+    FARTHEST,
+    PREFIXES,
+    Batch,
+    Context,
+    Direction,
+    Engine,
+    Sides,
+    adam_bound,
+    first_direction,
+    join,
+    rate,
+    split,
+    turn_rate,
+)
 
 # The gain is measured at each of the first steps and then at every few: it moves slowly (both chosen).
 _GAIN_FIRST, _GAIN_EVERY = 4, 4
@@ -50,6 +64,12 @@ class KL(Engine):
         if first:
             u = first_direction(batch.stack[0], context.eps)
         return {"gain": gain, **join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
+
+    def farthest(self, context: Context) -> float:
+        """As far as Adam's step could by this t. The factors of few gradients say little about a single entry, and unlike
+        the coordinates of SOAP or a polar factor, whitened ones have no bound of their own.
+        """
+        return min(FARTHEST, adam_bound(context.betas, context.t))
 
 
 Stepped = tuple[State, State, Tensor, Direction]

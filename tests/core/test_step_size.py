@@ -1,0 +1,88 @@
+"""No step moves an entry farther than Adam's could by then, whatever the gradients do."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scao import SCAO
+from scao_core.engines.base import adam_bound
+
+BETAS = [(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.95, 0.9025), (0.9, 0.5), (0.0, 0.999), (0.0, 0.0), (0.9, 0.0)]
+
+
+def averages(samples, betas):
+    """Adam's m and √v of these numbers, bias-corrected."""
+    m = v = 0.0
+    for g in samples:
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+    t = len(samples)
+    return m / (1 - betas[0] ** t), math.sqrt(v / (1 - betas[1] ** t))
+
+
+@given(st.sampled_from(BETAS), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
+def test_adam_never_exceeds_its_bound(betas, samples):
+    m, root = averages(samples, betas)
+    assert abs(m) <= root * adam_bound(betas, len(samples)) * (1 + 1e-9) + 1e-150
+
+
+@pytest.mark.parametrize("betas", [b for b in BETAS if b[1] > 0])
+@pytest.mark.parametrize("t", [1, 2, 7, 40])
+def test_adam_reaches_its_bound(betas, t):
+    # Equality in Cauchy and Schwarz: samples in proportion to the ratio of both weights.
+    samples = [(betas[0] / betas[1]) ** k for k in reversed(range(t))]
+    m, root = averages(samples, betas)
+    assert m / root == pytest.approx(adam_bound(betas, t), rel=1e-9)
+
+
+@pytest.mark.parametrize("betas", BETAS)
+def test_the_bound_grows_to_its_limit(betas):
+    bounds = [adam_bound(betas, t) for t in (1, 2, 5, 10, 100, 10_000, 10**9, math.inf)]
+    assert bounds[0] == 1
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in pairwise(bounds))  # but for rounding
+
+
+def test_figures_that_the_documentation_names():
+    assert [round(adam_bound((0.9, 0.999), t), 2) for t in (1, 10, 100, math.inf)] == [1, 1.04, 2.24, 7.27]
+
+
+def surprising(shape, t, generator):
+    """Few directions, others at each step, of sizes that jump: what the factors of the past say least about."""
+    column, row = torch.randn(shape[0], 1, generator=generator), torch.randn(1, shape[1], generator=generator)
+    column[torch.rand(shape[0], 1, generator=generator) < 0.7] = 0
+    return (column @ row + 0.01 * torch.randn(*shape, generator=generator)) * 3.0 ** (t % 3)
+
+
+@pytest.mark.parametrize("shape", [(16, 96), (96, 16), (300, 200)])
+@pytest.mark.parametrize("options", [{}, {"cautious": False}, {"damping": 1e-4}, {"betas": (0.8, 0.95)}], ids=str)
+def test_no_entry_moves_farther_than_adams_could(shape, options):
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimizer = SCAO([param], lr=1.0, weight_decay=0.0, **options)
+    farthest = []
+    for t in range(1, 31):
+        before = param.detach().clone()
+        param.grad = surprising(shape, t, generator).double()
+        optimizer.step()
+        farthest.append(float((param.detach() - before).abs().max()))
+        # p is of order ten here, so its change is known to 1e-14
+        assert farthest[-1] <= adam_bound(options.get("betas", (0.9, 0.999)), t) + 1e-12
+    assert max(farthest[:10]) > 0.99
+
+
+@pytest.mark.parametrize("engine", ["kl", "soap", "spectral"])
+def test_the_first_step_is_adamws_where_most_gradients_are_zero(engine):
+    param = torch.nn.Parameter(torch.zeros(40, 60))
+    other = torch.nn.Parameter(torch.zeros(40, 60))
+    grad = torch.zeros(40, 60)
+    grad[3] = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    param.grad, other.grad = grad.clone(), grad.clone()
+    SCAO([param], lr=1e-2, weight_decay=0.0, engine=engine).step()
+    torch.optim.AdamW([other], lr=1e-2, weight_decay=0.0).step()
+    # eps: AdamW's is absolute, ours relative to the largest gradient; 1e-8 of entries of order one in both
+    torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-9)
