@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .curvature import Refreshed
 from .engines import ENGINES, PREFIXES
-from .runtime import RUNTIMES, Job, Workers
+from .runtime import RUNTIMES, Job, Workers, one_thread
 from .schedule import delay_of, is_due, is_young, last_snapshot
 from .stacks import Unit, stack, store
 
@@ -122,7 +123,9 @@ class Refreshes:
         snapshot = factor.snapshot({key: stack([u.state[prefix + key] for u in units]) for key in own})
 
         def compute() -> tuple[Tensor, list[bool]]:
-            basis, good = factor.refresh(snapshot)
+            # Where a result is due later a worker may compute it, or the step: the bits must not tell.
+            with one_thread() if delay else nullcontext():
+                basis, good = factor.refresh(snapshot)
             return basis, good.tolist()
 
         runtime = RUNTIMES[units[0].job.group["runtime"]]

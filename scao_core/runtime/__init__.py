@@ -10,7 +10,7 @@ from .staggered import Staggered
 from .stream import Stream
 from .thread import Thread
 from .tiers import TIERS, Block, Disk, assign
-from .workers import Job, Workers, spare_cores
+from .workers import Job, Workers, one_thread, spare_cores
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime for runtime in (Staggered(), Inline(), Thread(), Stream(), Auto())
@@ -33,6 +33,7 @@ __all__ = [
     "assign",
     "balanced_turns",
     "is_apart",
+    "one_thread",
     "settle",
     "spare_cores",
 ]

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -188,6 +188,20 @@ def _work(queue: SimpleQueue[Job[object] | None], threads: int) -> None:
         except BaseException:  # SystemExit and the like end this thread, as in a worker that was killed
             return
         del job
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations with one thread, as in a worker: a decomposition with two may round otherwise."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _one_thread(before: int) -> None:

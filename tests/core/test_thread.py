@@ -68,6 +68,21 @@ def test_the_same_bits_without_threads(engine, delay, monkeypatch):
     assert optimizer.report().refreshed > 0
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_bits_do_not_depend_on_how_many_threads_the_step_has(threads):
+    """A worker has one thread; LAPACK rounds otherwise with two, on some processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected, _ = run(runtime="staggered", refresh_delay=3)
+        assert torch.get_num_threads() == threads
+        params, _ = run(runtime="thread", refresh_delay=3)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert_same(params, expected)
+
+
 def test_no_delay_is_the_plain_optimizer():
     expected, _ = run(runtime="staggered")
     params, optimizer = run(runtime="thread", refresh_delay=0)
