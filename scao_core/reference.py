@@ -193,7 +193,8 @@ def step(
     if o["engine"] != "adam":
         if o["cautious"]:
             agree = (u * g > 0).to(u.dtype)
-            u = u * agree / agree.mean().clamp_min(0.1)
+            share = agree.sum() / (g != 0).sum().clamp_min(1)
+            u = u * agree / share.clamp_min(0.1)
         bound = min(10.0, adam_bound(o["betas"], t)) if o["engine"] == "kl" or t == 1 else 10.0
         u = u.clamp(-bound, bound)
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):

@@ -31,12 +31,15 @@ def cautious_(direction: Tensor, grads: Tensor) -> Tensor:
     """U of (…, r, n), in place: entries whose sign is not the gradient's become zero, the others grow by the share of them.
 
     So the mean size of the entries stays. Source: Liang et al. 2024, "Cautious optimizers: improving training with one
-    line of code".
+    line of code". The share here is of the entries that have a gradient: rows of an embedding that a batch did not use
+    say nothing, and would make the step of those that it did use ten times as large.
     """
     # The sign, not the product of both: that of two small numbers would be zero. A float mask: on a CPU comparisons into
     # bool and sums of it are several times slower (measured).
-    agree = grads.sign().mul_(direction).gt_(0)
-    share = agree.mean((-2, -1), keepdim=True)
+    agree = grads.sign()
+    told = torch.linalg.vector_norm(agree, 1, (-2, -1), keepdim=True)
+    agree.mul_(direction).gt_(0)
+    share = agree.sum((-2, -1), keepdim=True).div_(told.clamp_min_(1))
     return direction.mul_(agree).div_(share.clamp_min_(_SMALLEST_SHARE))
 
 

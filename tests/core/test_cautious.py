@@ -43,6 +43,14 @@ def test_a_gradient_that_is_zero_somewhere_moves_nothing_there():
     assert (param[:, 7] == 0).all()
 
 
+def test_entries_without_a_gradient_change_nothing_for_the_others():
+    generator = torch.Generator().manual_seed(0)
+    u, g = torch.randn(2, 6, 50, generator=generator), torch.randn(2, 6, 50, generator=generator)
+    g[:, :, 5:] = 0  # a batch that used a tenth of an embedding's rows
+    assert torch.equal(cautious_(u.clone(), g)[..., :5], cautious_(u[..., :5].clone(), g[..., :5]))
+    assert not cautious_(u.clone(), g)[..., 5:].any()
+
+
 @pytest.mark.parametrize("size", [1e-38, 1e-20, 1.0, 1e20])
 def test_what_agrees_does_not_depend_on_the_size_of_the_gradient(size):
     generator = torch.Generator().manual_seed(0)
