@@ -180,7 +180,7 @@ def _close_all() -> None:
 
 def _work(queue: SimpleQueue[Job[object] | None], threads: int) -> None:
     """What a worker does until it gets None."""
-    _one_thread(threads)
+    _keep_to_one_thread(threads)
     while (job := queue.get()) is not None:
         job._worker = threading.current_thread()
         try:
@@ -204,7 +204,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _one_thread(before: int) -> None:
+def _keep_to_one_thread(before: int) -> None:
     """Use one thread for this thread's operations. torch remembers the number for threads that start later: put that back."""
     torch.get_num_threads()
     torch.set_num_threads(1)

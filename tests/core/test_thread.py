@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -121,13 +122,21 @@ class WhenReady(dict):
         return entry
 
 
-def replica(monkeypatch, seed, when_ready):
+def replica(monkeypatch, lags, when_ready=""):
+    """A run whose jobs take so many steps of the training, one after the other. ``when_ready`` is "" for the real rule; "at
+    once" waits for each job before the next step, "late" does not."""
+    clock, lags = [0], itertools.cycle(lags)
     with monkeypatch.context() as patch:
-        original, generator = Dense.refresh, torch.Generator().manual_seed(seed)
+        original = Dense.refresh
 
         def refresh(self, snapshot):
             if threading.current_thread() is not threading.main_thread():
-                time.sleep(0.03 * float(torch.rand((), generator=generator)))
+                until, patience = (
+                    clock[0] + next(lags),
+                    time.monotonic() + 0.3,
+                )  # the training may wait for this very job
+                while clock[0] < until and time.monotonic() < patience:
+                    time.sleep(0.001)
             return original(self, snapshot)
 
         patch.setattr(Dense, "refresh", refresh)
@@ -136,14 +145,18 @@ def replica(monkeypatch, seed, when_ready):
             optimizer._refreshes.pending = WhenReady()
         for t in range(18):
             train(params, optimizer, t, t + 1)
-            time.sleep(0.01)
+            clock[0] += 1
+            jobs = [x.computed.job for entry in optimizer._refreshes.pending.values() for x in entry.values()]
+            patience = time.monotonic() + 10
+            while not all(job.ready for job in jobs) and time.monotonic() < patience and when_ready == "at once":
+                time.sleep(0.001)
     return params
 
 
 def test_replicas_stay_equal_and_would_not_if_bases_were_installed_when_ready(monkeypatch):
-    a, b = (replica(monkeypatch, seed, when_ready=False) for seed in (1, 2))
+    a, b = (replica(monkeypatch, lags) for lags in ([0, 3, 1], [4, 0, 2, 1]))
     assert_same(a, b)
-    a, b = (replica(monkeypatch, seed, when_ready=True) for seed in (1, 2))
+    a, b = replica(monkeypatch, [0], when_ready="at once"), replica(monkeypatch, [4], when_ready="late")
     assert not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

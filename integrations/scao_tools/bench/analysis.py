@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from scao_tools.bench.fairness import MIN_SEEDS, misjudged, seedless, unpaired
 from scao_tools.bench.results import RunRecord, options_text
 from scao_tools.bench.settings import (
     Difference,
@@ -32,10 +33,6 @@ from scao_tools.bench.settings import (
 )
 
 BASELINE, SECOND, SUBJECT = "adamw", "loraplus", "scao"
-MIN_SEEDS = 3  # chosen: with two, the t quantile is 12.7 and the interval says nothing
-
-# The same weights evaluated on another processor differ by 1e-4 of the loss; a model pretrained there by 1e-2 (measured).
-_SAME_START = 1e-3
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class Group:
                 where = ", counted over all numbers of steps" if everywhere else ""
                 reasons.append(f"it had {mine} trials, {label(against.best.optimizer)} only {theirs}{where}")
                 break
-        reasons += _unpaired(subject, against.best)
+        reasons += unpaired(subject, against.best)
         difference = None
         if not reasons:
             ours, theirs_by_seed = subject.losses, against.best.losses
@@ -175,11 +172,11 @@ class Group:
         if len(best.runs) < MIN_SEEDS:
             seeds = count(len(best.runs), "seed")
             reasons.append(f"{best.name} has {seeds} at its best setting, {MIN_SEEDS} are needed")
-        elif _seedless(best):
+        elif seedless(best):
             reasons.append(f"{best.name} has the same loss with every seed")
         family = (other for other in self.variants if other.best.optimizer == name)
         rivals = (setting for other in family for setting in other.settings if setting is not best)
-        return reasons + [reason for rival in rivals if (reason := _misjudged(rival, best))][:1]
+        return reasons + [reason for rival in rivals if (reason := misjudged(rival, best))][:1]
 
     def horizons(self, setting: Setting) -> list[Setting]:
         """The same optimizer, options, learning rate, workload and seeds at every number of steps, ascending."""
@@ -210,65 +207,6 @@ class Group:
 def trials(runs: Iterable[RunRecord]) -> int:
     """Distinct settings, whatever their batch and steps."""
     return sum(len(variant.settings) for variant in variants_of(runs))
-
-
-def _misjudged(rival: Setting, best: Setting) -> str:
-    """Why a setting is not shown to be worse than its family's best, else nothing; divergence is worse."""
-    where = f"{rival.name} with learning rate {lr_text(rival.lr)}"
-    one, other = common_seeds(rival, best)
-    if not one.runs:
-        return f"{where} shares no seed with the best setting"
-    if one.diverged:
-        return ""
-    if mixed := _other_tokens(one, other):
-        return f"{where} saw another number of label tokens than the best setting at seed {mixed}"
-    if mixed := _other_start(one, other):
-        return f"{where} began at another held-out loss than the best setting, so with another model, at seed {mixed}"
-    better = f"{where} is better than the best setting on the seeds that both have; other seeds are missing"
-    return better if one.mean < other.mean else ""
-
-
-def _unpaired(subject: Setting, against: Setting) -> list[str]:
-    """Why two settings cannot be compared seed by seed."""
-    if subject.diverged:
-        return [f"it diverged with {'seed' if len(subject.diverged) == 1 else 'seeds'} {listed(subject.diverged)}"]
-    if len(subject.runs) < MIN_SEEDS:
-        return [f"it has {count(len(subject.runs), 'seed')} at this setting, {MIN_SEEDS} are needed"]
-    common = common_seeds(subject, against)
-    if len(common[0].runs) < MIN_SEEDS:
-        return [
-            f"it shares {count(len(common[0].runs), 'seed')} with {label(against.optimizer)}, {MIN_SEEDS} are needed"
-        ]
-    if any(map(_seedless, common)):
-        return ["the loss is the same with every seed"]
-    if mixed := _other_tokens(*common):
-        return [f"its runs saw another number of label tokens at seed {mixed}"]
-    mixed = _other_start(*common)
-    return [f"its runs began at another held-out loss, so with another model, at seed {mixed}"] if mixed else []
-
-
-def _seedless(setting: Setting) -> bool:
-    """Whether the seeds are no repetitions: in floating point, several do not come to the same loss."""
-    return len(set(setting.losses.values())) == 1
-
-
-def _other_tokens(one: Setting, other: Setting) -> str:
-    """The common seeds at which two settings saw different amounts of data."""
-    pairs = zip(one.runs, other.runs, strict=True)
-    return listed(mine.seed for mine, theirs in pairs if mine.label_tokens != theirs.label_tokens)
-
-
-def _other_start(one: Setting, other: Setting) -> str:
-    """The common seeds at which two settings did not begin with the same model: one pretrained on another machine, say."""
-    pairs = zip(one.runs, other.runs, strict=True)
-    return listed(mine.seed for mine, theirs in pairs if not _same_start(mine, theirs))
-
-
-def _same_start(mine: RunRecord, theirs: RunRecord) -> bool:
-    begun = [dict(run.heldout_curve).get(0) for run in (mine, theirs)]
-    if begun[0] is None or begun[1] is None:
-        return True
-    return math.isclose(begun[0], begun[1], rel_tol=_SAME_START)
 
 
 @dataclass(frozen=True)
