@@ -48,7 +48,7 @@ class Options:
     weight_decay: float = _option(1e-2, number(0.0), "Decoupled weight decay, as in AdamW.")
     engine: str = _option("kl", choice(*ENGINES), "Update rule for matrices: kl, soap or spectral.")
     factors: str = _option("auto", factor_pair, "Curvature factors of the shorter and longer side, or auto.")
-    spike_rank: int = _option(4, integer(1), "Dominant directions kept on a wide side by the spiked factor.")
+    spike_rank: int = _option(3, integer(1), "Dominant directions kept on a wide side by the spiked factor.")
     block_size: int = _option(256, integer(1), "Largest block of the blocked factor.")
     max_dense_dim: int = _option(256, integer(1), "Largest side that gets one dense factor.")
     max_dim: int = _option(32768, integer(1), "A matrix with a longer side (a vocabulary) takes the Adam path.")

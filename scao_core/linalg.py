@@ -80,30 +80,56 @@ def weighted_rows(x: Matrices, w: Tensor) -> Tensor:
     return out
 
 
-def low_rank_sum(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Tensor | Iterator[Tensor]:
-    """P X + A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X.
+def deflated(x: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """X - A V for (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X; new memory."""
+    product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    if x.stride(-1) == 1:
+        return product(x, a.neg(), v)
+    return product(x.mT, v.mT, a.neg().mT).mT
+
+
+def combined(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """P X - A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X; new memory."""
+    return deflated(times(x.mT, p.mT).mT, a, v)
+
+
+def column_squares(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Tensor:
+    """Mean over the rows of the squares of P X - A V (…, n)."""
+    if isinstance(x, list):
+        return torch.stack([combined(*parts).square().mean(-2) for parts in zip(p, x, a, v, strict=True)])
+    return combined(p, x, a, v).square().mean(-2)
+
+
+def weighted_gram(x: Matrices, a: Tensor, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """y yᵀ (…, r, r) and y vᵀ (…, r, ρ) of y = (X - A V) diag(w), w (…, 1, n)."""
+    if isinstance(x, list):
+        results = [weighted_gram(*parts) for parts in zip(x, a, v, weights, strict=True)]
+        return torch.stack([g for g, _ in results]), torch.stack([c for _, c in results])
+    y = deflated(x, a, v).mul_(weights)
+    return gram(y), along_rows(y, v)
+
+
+def weighted_rest(
+    p: Tensor, x: Matrices, a: Tensor, v: Tensor, weights: Tensor, strengths: Tensor
+) -> Tensor | Iterator[Tensor]:
+    """y (I - VᵀV) + A diag(s) V with y = (P X - A V) diag(w), w (…, 1, n) and s (…, 1, ρ), in the memory layout of X.
 
     For a list of matrices they come one by one, so that each can be used while it is in the cache.
     """
     if isinstance(x, list):
-        return (low_rank_sum_one(*parts) for parts in zip(p, x, a, v, strict=True))
-    if x.stride(-1) == 1:
-        return (p @ x).baddbmm_(a, v)
-    return (x.mT @ p.mT).baddbmm_(v.mT, a.mT).mT
-
-
-def low_rank_sum_one(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
-    """The same for one matrix."""
-    if x.stride(-1) == 1:
-        return torch.mm(p, x).addmm_(a, v)
-    return torch.mm(x.T, p.T).addmm_(v.T, a.T).T
+        return (weighted_rest(*parts) for parts in zip(p, x, a, v, weights, strengths, strict=True))  # type: ignore[misc]
+    y = combined(p, x, a, v).mul_(weights)
+    return deflated(y, along_rows(y, v) - a * strengths, v)
 
 
 def weighted_squares(x: Matrices, w: Tensor) -> Tensor:
-    """Σ_j w_j x_ij² (…, r) for (…, r, n) and weights (…, n)."""
+    """Σ_j w_j x_ij² (…, r) for (…, r, n) and weights (…, n).
+
+    As a row times a matrix: on a CPU a matrix times a vector rounds otherwise alone than in a stack.
+    """
     if isinstance(x, list):
-        return torch.stack([one.square() @ weights for one, weights in zip(x, w, strict=True)])
-    return (x.square() @ w[..., None]).squeeze(-1)
+        return torch.stack([weighted_squares(*parts) for parts in zip(x, w, strict=True)])
+    return (w[..., None, :] @ x.square().mT).squeeze(-2)
 
 
 def orthonormal_rows(y: Tensor, careful: bool = False) -> Tensor:

@@ -91,7 +91,7 @@ class SCAO(SavingOptimizer):
         *,
         engine: str = "kl",
         factors: str = "auto",
-        spike_rank: int = 4,
+        spike_rank: int = 3,
         block_size: int = 256,
         max_dense_dim: int = 256,
         max_dim: int = 32768,

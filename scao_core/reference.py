@@ -39,12 +39,27 @@ def model(kind: Kind, s: State, d: int) -> Tensor:
     if kind[0] == "diagonal":
         return torch.diag(s["energy"])
     if kind[0] == "spiked":
-        v, eye = s["basis"], torch.eye(d, dtype=s["basis"].dtype)
-        return v.T @ torch.diag(s["energy"]) @ v + s["tail"] * (eye - v.T @ v)
+        return spikes_and_rest(s, s["energy"], rest(kind, s, d))
     c, q = s["cov"], s["basis"]
     pairs = zip(split(c), split(q), strict=True)
     blocks = [qj @ torch.diag(torch.diag(qj.T @ cj @ qj)) @ qj.T for cj, qj in pairs]
     return block_diagonal(blocks)[:d, :d]
+
+
+def spikes_and_rest(s: State, spikes: Tensor, others: Tensor) -> Tensor:
+    """Vᵀ diag(spikes) V + P diag(others) P, with P = I - VᵀV."""
+    v = s["basis"]
+    p = torch.eye(v.shape[1], dtype=v.dtype) - v.T @ v
+    both: Tensor = v.T @ torch.diag(spikes) @ v + p @ torch.diag(others) @ p
+    return both
+
+
+def rest(kind: Kind, s: State, d: int) -> Tensor:
+    """τ s (d): the profile of what a spiked factor has beside its directions, with trace(P diag(τ s) P) = (d - ρ) τ."""
+    p = torch.eye(d, dtype=s["basis"].dtype) - s["basis"].T @ s["basis"]
+    trace = torch.trace(p @ torch.diag(s["rest"]) @ p)
+    moments: Tensor = s["rest"] / trace.clamp_min(torch.finfo(trace.dtype).tiny) * (d - kind[1]) * s["tail"]
+    return moments
 
 
 def inverse_root(kind: Kind, s: State, d: int, damping: float, unit: bool = False) -> Tensor:
@@ -52,6 +67,9 @@ def inverse_root(kind: Kind, s: State, d: int, damping: float, unit: bool = Fals
     c = model(kind, s, d)
     mean = torch.trace(c) / d
     c = c / mean if unit else c
+    if kind[0] == "spiked":  # the roots of its two parts
+        size, more = mean if unit else torch.ones_like(mean), damping * torch.trace(c) / d
+        return spikes_and_rest(s, (s["energy"] / size + more) ** -0.5, (rest(kind, s, d) / size + more) ** -0.5)
     values, vectors = torch.linalg.eigh(c + damping * torch.trace(c) / d * torch.eye(d, dtype=c.dtype))
     root: Tensor = vectors @ torch.diag(values.clamp_min(torch.finfo(c.dtype).tiny) ** -0.5) @ vectors.T
     return root
@@ -95,6 +113,8 @@ def accumulate(kind: Kind, s: State, x: Tensor, b: float, t: int) -> State:
         w = 1 - b if t <= 8 else min(1, 4 * (1 - b)) if t % 4 == 0 else 0  # after 8 steps V turns at every fourth
         if w == 0:
             return {}
+        p = torch.eye(d).to(v) - v.T @ v
+        s["rest"] = (1 - w) * s["rest"] + w * torch.diag(p @ c @ p)
         drawn = torch.diag(1 / torch.maximum(s["energy"], s["tail"])) @ v @ c
         for j in range(kind[1]):
             if spikes[j] <= 1e-6 * torch.trace(c):  # it holds nothing of this gradient: let it turn to a row of it

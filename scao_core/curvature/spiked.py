@@ -1,4 +1,4 @@
-"""The spiked factor: a few dominant directions over a flat rest, for the wide side of LoRA. The "sparse curvature"."""
+"""The spiked factor: a few dominant directions over a diagonal rest, for the wide side of LoRA. The "sparse curvature"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import along_rows, orthonormal_rows
+from ..linalg import along_rows, deflated, orthonormal_rows
 from .base import Factor, State, damped_root, tiny
 
 _LOST = 1e-6  # chosen: share of a gradient's energy below which a direction holds almost nothing of it
@@ -20,22 +20,23 @@ _START_ROUNDS = 2  # chosen: rounds of subspace iteration on the first gradient
 
 @dataclass(frozen=True)
 class Spiked(Factor):
-    """C = Vᵀ diag(μ) V + τ (I - VᵀV), with the rows of V (ρ × d) orthonormal: 4 (d ρ + ρ + 1) bytes.
+    """C = Vᵀ diag(μ) V + P diag(τ s) P with P = I - VᵀV and the rows of V (ρ × d) orthonormal: 4 (d (ρ + 1) + ρ + 1) bytes.
 
     V follows the dominant eigenvectors by steps of orthogonal iteration on the gradients (Oja 1982; Gram-Schmidt
-    keeps the rows in order of dominance, so μ needs no rotation). μ and τ are measured along the current V at every
-    step.
+    keeps the rows in order of dominance, so μ needs no rotation). μ and τ, the size of the rest, are measured along the
+    current V at every step; the profile s of the rest over the coordinates, when V turns. Roots and inverses are taken
+    of the two parts, Vᵀ diag(f(μ)) V + P diag(f(τ s)) P: exact where s is constant, positive definite for all s.
 
     Args:
         rank: ρ, the number of directions; smaller than d and at most k.
     """
 
-    rank: int = 4
+    rank: int = 3
 
     name: ClassVar[str] = "spiked"
 
     def slots(self) -> dict[str, tuple[int, ...]]:
-        return {"basis": (self.rank, self.dim), "energy": (self.rank,), "tail": ()}
+        return {"basis": (self.rank, self.dim), "energy": (self.rank,), "tail": (), "rest": (self.dim,)}
 
     def start(self, state: State, x: Tensor) -> State:
         # V <- orth(Ωᵀx), then orth(orth(V xᵀ) x): a range finder with smooth rows (discrete cosines) in place of random
@@ -53,6 +54,7 @@ class Spiked(Factor):
         new = self.measure(state, along, norms, rate)
         if turn == 0:
             return new, {}
+        new["rest"] = state["rest"].lerp(deflated(x, along, state["basis"]).square().mean(-2), turn)
         return new, {"basis": self.follow(new, self.pull(new, along, norms).mT @ x, turn)}
 
     def measure(self, state: State, along: Tensor, norms: Tensor, rate: float) -> State:
@@ -87,24 +89,33 @@ class Spiked(Factor):
         return (state["energy"].sum(-1) + (self.dim - self.rank) * state["tail"]) / self.dim
 
     def diagonal(self, state: State) -> Tensor:
-        tail = state["tail"][..., None]
-        return tail + ((state["energy"] - tail)[..., None, :] @ state["basis"].square()).squeeze(-2)
+        # diag(P T P)_j = t_j (1 - 2 q_j) + Σ_ab V_aj (V T Vᵀ)_ab V_bj, with q = diag(VᵀV)
+        basis, rest = state["basis"], self.rests(state)
+        inner = (basis * rest[..., None, :]) @ basis.mT
+        inner = inner + torch.diag_embed(state["energy"])
+        return rest * (1 - 2 * basis.square().sum(-2)) + ((inner @ basis) * basis).sum(-2)
+
+    def rests(self, state: State) -> Tensor:
+        """τ s (…, d), with a trace of P diag(τ s) P of (d - ρ) τ."""
+        rest = state["rest"]
+        share = (rest * (1 - state["basis"].square().sum(-2))).sum(-1, keepdim=True).clamp_min(tiny(rest))
+        return rest / share * ((self.dim - self.rank) * state["tail"][..., None])
 
     def roots(self, state: State, damping: float, unit: bool = False) -> tuple[Tensor, Tensor]:
-        """(τ + δ mean)^-1/2 (…, 1, 1), and what the directions have beyond it: (μ + δ mean)^-1/2 minus that (…, 1, ρ)."""
-        eigenvalues = torch.cat([state["energy"], state["tail"][..., None]], dim=-1)
+        """(τ s + δ mean)^-1/2 (…, 1, d) of the rest, and (μ + δ mean)^-1/2 (…, 1, ρ) of the directions."""
+        eigenvalues = torch.cat([state["energy"], self.rests(state)], dim=-1)
         root = damped_root(eigenvalues, self.mean(state), damping, unit)[..., None, :]
-        tail = root[..., -1:]
-        return tail, root[..., :-1] - tail
+        return root[..., self.rank :], root[..., : self.rank]
 
     def whitener(self, state: State, damping: float, unit: bool = False) -> Callable[[Tensor], Tensor]:
-        tail, gain = self.roots(state, damping, unit)
+        rest, spikes = self.roots(state, damping, unit)
         basis = state["basis"]
 
         def whitened(x: Tensor) -> Tensor:
-            # x C^-1/2 = τ^-1/2 x + (x Vᵀ) diag(μ^-1/2 - τ^-1/2) V
-            along = along_rows(x, basis) * gain
-            return tail * x + (along @ basis if x.stride(-1) == 1 else (basis.mT @ along.mT).mT)
+            # x C^-1/2 = x P diag((τ s)^-1/2) P + x Vᵀ diag(μ^-1/2) V
+            along = along_rows(x, basis)
+            y = deflated(x, along, basis).mul_(rest)
+            return deflated(y, along_rows(y, basis) - along * spikes, basis)
 
         return whitened
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..curvature import Dense, Factor, Spiked, State, tiny
-from ..linalg import along_rows, gram, low_rank_sum, weighted_rows, weighted_squares
+from ..linalg import along_rows, column_squares, gram, weighted_gram, weighted_rest, weighted_rows, weighted_squares
 from .base import (
     FARTHEST,
     PREFIXES,
@@ -122,40 +122,41 @@ def general(sides: Sides, states: Sequence[State], gain: Tensor, batch: Batch, c
 
 
 def thin(sides: tuple[Dense, Spiked], states: Sequence[State], gain: Tensor, batch: Batch, context: Context) -> Stepped:
-    """The same for dense × spiked, without ever forming a whitened matrix: what is r × n is read, and only U is written.
+    """The same for dense × spiked: G is read where it lies, one matrix after the other, and only U is written for all.
 
-    All that the two factors need of G are G Gᵀ (r × r) and G Vᵀ (r × ρ). ``batch.unit`` turns what is read into units
-    of the scale, on these small products.
+    The factors need small products of G alone, G Gᵀ (r × r) and G Vᵀ (r × ρ) above all; ``batch.unit`` turns these
+    into units of the scale.
     """
     (left, right), (lhs, rhs), damping = sides, states, context.damping
     g, m, unit = batch.read()
     decay, turn = rate(context.curvature_beta, context.t), turn_rate(context.curvature_beta, context.t)
-    basis = rhs["basis"]
-    products, along = gram(g) * unit.square(), along_rows(g, basis) * unit
+    basis, size = rhs["basis"], unit.square()
+    products, along = gram(g) * size, along_rows(g, basis)
     # R <- b R + (1-b) Gᵀ L^-1 G / r, from W G Vᵀ and the norms of the rows of W G, with W = L^-1/2
-    if context.t == 1:
-        white, norms = along, torch.diagonal(products, dim1=-2, dim2=-1)
-    else:
-        w = left.root(lhs, damping, unit=True)
-        white, norms = w @ along, (w * (w @ products)).sum(-1)
+    identity = torch.eye(left.dim, dtype=unit.dtype, device=unit.device)
+    w = identity.expand_as(products) if context.t == 1 else left.root(lhs, damping, unit=True)
+    white = w @ along * unit
+    norms = (w * (w @ products)).sum(-1)
     rhs = right.measure(rhs, white, norms, decay)
     rhs_next: State = {}
     if turn:
+        rhs["rest"] = rhs["rest"].lerp(column_squares(w * unit, g, white, basis), turn)
         weights = right.pull(rhs, white, norms) * unit
-        rhs_next["basis"] = right.follow(rhs, weighted_rows(g, weights if context.t == 1 else w @ weights), turn)
-    # L <- b L + (1-b) G R^-1 Gᵀ / n, with R^-1 = τ^-1 I + Vᵀ diag(μ^-1 - τ^-1) V
-    tail, spread = right.roots(rhs, damping)
-    white_gram = tail.square() * products + (along * (spread * (spread + 2 * tail))) @ along.mT
-    lhs = left.accumulate_gram(lhs, white_gram, decay)
-    # U = α (P M + A V), P = τ^-1/2 W, A = W M Vᵀ diag(μ^-1/2 - τ^-1/2)
+        rhs_next["basis"] = right.follow(rhs, weighted_rows(g, w @ weights), turn)
+    # L <- b L + (1-b) G R^-1 Gᵀ / n, with G R^-1/2 = Y P + G Vᵀ diag(μ^-1/2) V and Y = G P diag((τ s)^-1/2)
+    rest, spikes = right.roots(rhs, damping)
+    inner, across = weighted_gram(g, along, basis, rest)
+    spread = along * spikes
+    lhs = left.accumulate_gram(lhs, (inner - across @ across.mT + spread @ spread.mT) * size, decay)
+    # U = α W M R^-1/2
     w = left.root(lhs, damping, unit=True)
-    coordinates = along_rows(m, basis) * unit
-    p, a = tail * w, w @ (coordinates * spread)
+    coordinates = along_rows(m, basis)
     if context.t == 1:
         gain = torch.ones_like(gain)
     elif gain_due(context):
-        size = unit.square()
-        decrease = (p * gram(m) * size).sum((-2, -1)) + (a * coordinates).sum((-2, -1))
+        # <M, U> = <W, M R^-1/2 Mᵀ>
+        inner, _ = weighted_gram(m, coordinates, basis, rest.sqrt())
+        decrease = (w * (inner + (coordinates * spikes) @ coordinates.mT) * size).sum((-2, -1))
         gain = gain_of(weighted_squares(m, column_weights(right, rhs)) * size.squeeze(-1), decrease, left, lhs)
-    alpha = gain[..., None, None]
-    return lhs, rhs | rhs_next, gain, low_rank_sum(alpha * unit * p, m, alpha * a, basis)
+    w = gain[..., None, None] * unit * w
+    return lhs, rhs | rhs_next, gain, weighted_rest(w, m, w @ coordinates, basis, rest, spikes)

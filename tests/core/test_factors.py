@@ -166,6 +166,30 @@ class TestSpiked:
         torch.testing.assert_close(state["energy"].sqrt(), (strength**2 + 0.09).sqrt(), rtol=0.05, atol=0)
         torch.testing.assert_close(float(state["tail"]), 0.09, rtol=0.05, atol=0)
 
+    def test_whitens_both_parts(self):
+        """Two strong directions over coordinates of sizes from 0.2 to 2: second moments of whitened samples are near one."""
+        d, k, generator = 40, 8, torch.Generator().manual_seed(5)
+        factor = _named("spiked", d, k, Options(spike_rank=2))
+        truth = torch.linalg.qr(torch.randn(d, 2, dtype=torch.float64, generator=generator))[0].T
+        sizes = torch.linspace(0.2, 2, d, dtype=torch.float64)
+
+        def draw(count):
+            common = 20 * torch.randn(count, 2, dtype=torch.float64, generator=generator)
+            return common @ truth + sizes * torch.randn(count, d, dtype=torch.float64, generator=generator)
+
+        x = draw(k)
+        state = factor.start(factor.initial(x), x)
+        for t in range(1, 301):
+            state, later = factor.accumulate(state, draw(k), 1 / t, 1 / t)
+            state = {**state, **later}
+        white = factor.whiten(state, draw(4000), 0.0)
+        moments = white.square().mean(0)
+        # A diagonal alone leaves the common directions, a flat rest sizes that differ a hundredfold. What is left: sampling
+        # (2400 samples), and the directions' own share of the coordinates.
+        assert moments.min() > 0.5
+        assert moments.max() < 2
+        assert (white @ truth.T).square().mean(0).max() < 2
+
     def test_rows_stay_orthonormal_in_fp32(self):
         factor = build("spiked", d=60, k=8)
         generator = torch.Generator().manual_seed(1)
