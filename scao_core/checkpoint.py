@@ -77,6 +77,18 @@ def check_form(state_dict: Any) -> None:
         raise CheckpointError(f"{wrong}: 'param_groups' must be a list of dicts with the key 'params'; {_WAY_OUT}")
 
 
+def with_rests(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with a flat profile where a spiked factor was saved before it had one: its rest was one number."""
+    state = {}
+    for key, entry in state_dict["state"].items():
+        state[key] = dict(entry)
+        for prefix in PREFIXES:
+            tail, basis = entry.get(prefix + "tail"), entry.get(prefix + "basis")
+            if prefix + "rest" not in entry and isinstance(tail, Tensor) and isinstance(basis, Tensor) and basis.dim():
+                state[key][prefix + "rest"] = tail[..., None].expand(*tail.shape, basis.shape[-1])
+    return {**state_dict, "state": state}
+
+
 def portable(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group with what belongs to the machine of this run unset; the keys stay, for torch.distributed.checkpoint."""
     return {name: DEFAULTS[name] if name in PLACEMENT else value for name, value in group.items()}

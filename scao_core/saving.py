@@ -77,6 +77,7 @@ class SavingOptimizer(ReportingOptimizer):
         incoming: dict[str, Any] = {}
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            given = checkpoint.with_rests(given)
             checkpoint.check(given, self.param_groups)
             incoming.update(checkpoint.completed(given, {name: self.defaults[name] for name in PLACEMENT}))
             return {**incoming, "state": {}}

@@ -107,7 +107,7 @@ def never(i: int, t: int) -> bool:
 def test_checkpoint_is_plain_and_loads_safely(engine: str, lr: Any, tmp_path: Path) -> None:
     params = make_params()
     opt = SCAO([{"params": params[:3]}, {"params": params[3:], "lr": "3e-4"}], lr=lr, engine=engine, betas=[0.9, 0.95])
-    train(opt, params, range(5))
+    train(opt, params, range(9))
     state = opt.state_dict()
     assert set(state) == {"state", "param_groups"}
     allowed = (Tensor, int, float, str, bool, type(None))
@@ -320,6 +320,32 @@ def test_a_file_without_an_option_loads_or_is_refused_but_never_a_late_key_error
     assert equal(values(others), values(params))
     other.state_dict()
     other.report()
+
+
+def test_a_state_from_before_the_profile_goes_on_with_a_flat_one(tmp_path: Path) -> None:
+    """What lies beside a spiked factor's directions was one number then. The shapes are LoRA's."""
+
+    def build(params: list[Parameter]) -> SCAO:
+        return SCAO(params, lr=1e-2, factors="dense,spiked")
+
+    params = [Parameter(torch.randn(4, 20)), Parameter(torch.randn(20, 4)), Parameter(torch.randn(2, 4, 20))]
+    opt = build(params)
+    train(opt, params, range(9))
+    flat = opt.state_dict()
+    before = copy.deepcopy(flat)
+    for entry in before["state"].values():
+        del entry["right_rest"]
+    for entry in flat["state"].values():
+        entry["right_rest"] = torch.ones_like(entry["right_rest"])
+    results = []
+    for state in (before, flat):
+        copies = [Parameter(v) for v in values(params)]
+        resumed_one = build(copies)
+        resumed_one.load_state_dict(through_file(state, tmp_path / "s.pt"))
+        train(resumed_one, copies, range(9, 10))  # a step at which no direction turns
+        results.append(values(copies))
+    # Only the proportions of a profile count; its sum is rounded otherwise.
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_user_hooks_around_load_see_and_may_change_the_state() -> None:
