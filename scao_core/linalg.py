@@ -88,9 +88,17 @@ def deflated(x: Tensor, a: Tensor, v: Tensor) -> Tensor:
     return product(x.mT, v.mT, a.neg().mT).mT
 
 
+def add_product_(x: Tensor, a: Tensor, v: Tensor) -> Tensor:
+    """X <- X + A V in place."""
+    if x.stride(-1) != 1:
+        add_product_(x.mT, v.mT, a.mT)
+        return x
+    return x.addmm_(a, v) if x.dim() == 2 else x.baddbmm_(a, v)
+
+
 def combined(p: Tensor, x: Tensor, a: Tensor, v: Tensor) -> Tensor:
     """P X - A V for (…, r, r), (…, r, n), (…, r, ρ), (…, ρ, n), in the memory layout of X; new memory."""
-    return deflated(times(x.mT, p.mT).mT, a, v)
+    return add_product_(times(x.mT, p.mT).mT, a.neg(), v)
 
 
 def column_squares(p: Tensor, x: Matrices, a: Tensor, v: Tensor) -> Tensor:
@@ -119,7 +127,7 @@ def weighted_rest(
     if isinstance(x, list):
         return (weighted_rest(*parts) for parts in zip(p, x, a, v, weights, strengths, strict=True))  # type: ignore[misc]
     y = combined(p, x, a, v).mul_(weights)
-    return deflated(y, along_rows(y, v) - a * strengths, v)
+    return add_product_(y, a * strengths - along_rows(y, v), v)
 
 
 def weighted_squares(x: Matrices, w: Tensor) -> Tensor:
