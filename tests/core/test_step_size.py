@@ -88,3 +88,19 @@ def test_the_first_step_is_adamws_where_most_gradients_are_zero(engine):
     torch.optim.AdamW([other], lr=1e-2, weight_decay=0.0).step()
     # eps: AdamW's is absolute, ours relative to the largest gradient; 1e-8 of entries of order one in both
     torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(16, 300), (300, 16), (4, 40)])
+def test_a_gradient_in_one_coordinate_of_the_wide_side_moves_it(shape):
+    """Its direction then holds all there is, and the profile beside it is rounding, which must not become a size."""
+    param = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = SCAO([param], lr=1.0, factors="dense,spiked", cautious=False, weight_decay=0.0)
+    for t in range(12):
+        gradient = torch.zeros(shape)
+        column = gradient[:, 0] if shape[0] < shape[1] else gradient[0]
+        column.copy_(torch.randn(len(column), generator=torch.Generator().manual_seed(t)))
+        before = param.detach().clone()
+        param.grad = gradient
+        optimizer.step()
+        # Adam's is near 1 at first and 0.2 to 0.3 on noise later on.
+        assert (param.detach() - before).square().sum().div(len(column)).sqrt() > 0.05, t
