@@ -145,6 +145,16 @@ def test_options_of_the_command_line_replace_those_of_the_file(
     assert record.stage == "screen"
 
 
+def test_an_optimizer_that_the_workload_does_not_name_joins_with_learning_rates(
+    bench: Bench, tmp_path: Path, model_dir: Path, rows_file: Path
+) -> None:
+    file = workload_file(tmp_path, model_dir, rows_file)
+    arguments = ("--optimizers", "scao,adamw-cautious", "--lr", "3e-3", "--seeds", "5", "--steps", "1")
+    assert bench(file, "--out", "o", *arguments, "--set", "adamw-cautious.eps=1e-6") == 0
+    runs = {record.optimizer: (record.lr, record.options) for record in read_results([Path("o")])}
+    assert runs == {"scao": (3e-3, {}), "adamw-cautious": (3e-3, {"eps": "1e-6"})}
+
+
 def test_full_training_starts_from_the_same_weights_each_time(
     bench: Bench, tmp_path: Path, model_dir: Path, rows_file: Path
 ) -> None:
@@ -160,6 +170,8 @@ def test_full_training_starts_from_the_same_weights_each_time(
         (("--set", "soap.lr=2"), "no optimizer 'soap'"),
         (("--set", "spike_rank=2"), "must look like"),
         (("--optimizers", "adamv"), "adamw, scao"),
+        (("--optimizers", "adamw,muon"), "learning rates for adamw, scao only; give those of muon, e.g. --lr"),
+        (("--optimizers", " "), "--optimizers is empty"),
         (("--lr", "fast"), "--lr must be numbers"),
         (("--lr", "0"), "above 0"),
         (("--shard", "3/2"), "must look like 1/2"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def bench(
     *,
     workload: Annotated[str, typer.Argument(help="A workload's name, or the path of its .yaml file.")] = "tiny-lora",
-    optimizers: Annotated[str | None, typer.Option(help="Only these of the workload, comma-separated.")] = None,
+    optimizers: Annotated[str | None, typer.Option(help="Only these, comma-separated; others need --lr.")] = None,
     lr: Annotated[str | None, typer.Option(help="Learning rates for all of them, comma-separated.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", help="An optimizer's option, e.g. scao.spike_rank=8. May be repeated.")
@@ -157,14 +157,7 @@ def _chosen(
     workload = load_workload(name)
     entries = list(workload.optimizers)
     if optimizers is not None:
-        wanted = [part.strip() for part in optimizers.split(",") if part.strip()]
-        known = {entry.optimizer for entry in entries}
-        unknown = [part for part in wanted if part not in known]
-        if unknown or not wanted:
-            raise OptionError(
-                f"--optimizers {optimizers}: {name} has {', '.join(sorted(known))}; add others to a copy of its .yaml file"
-            )
-        entries = [entry for entry in entries if entry.optimizer in wanted]
+        entries = _wanted(entries, name, optimizers, lrs)
     if lrs is not None:
         entries = [dataclasses.replace(entry, lrs=lrs) for entry in entries]
     for text in options:
@@ -175,6 +168,21 @@ def _chosen(
     result = dataclasses.replace(workload, **given, optimizers=tuple(entries))
     check_workload(result, name)
     return result
+
+
+def _wanted(entries: list[Any], workload: str, text: str, lrs: tuple[float, ...] | None) -> list[Any]:
+    """The workload's entries of these optimizers, and with learning rates given also of others that can be compared."""
+    from scao_tools.bench.workload import Entry
+    from scao_tools.optimizers import REGISTRY, parse_optimizers
+
+    wanted, ours = parse_optimizers(text, tuple(REGISTRY)), {entry.optimizer for entry in entries}
+    others = [name for name in wanted if name not in ours]
+    if others and lrs is None:
+        raise OptionError(
+            f"--optimizers {text}: {workload} has learning rates for {', '.join(sorted(ours))} only; give those of "
+            f"{', '.join(others)}, e.g. --lr 1e-3,2e-3,4e-3"
+        )
+    return [entry for entry in entries if entry.optimizer in wanted] + [Entry(name, {}, lrs or ()) for name in others]
 
 
 def _with_option(entries: list[Any], text: str) -> list[Any]:
