@@ -29,7 +29,7 @@ class SCAO(SavingOptimizer):
     r"""Sparse Curvature-Aware Adaptive Optimizer.
 
     For a matrix G (r × n, r <= n) it models the second moment of the gradient as L ⊗ R with a small exact factor L (r ×
-    r) and a wide factor R of a few dominant directions and a flat rest, and moves along L^-1/2 M R^-1/2, M being the
+    r) and a wide factor R of a few dominant directions and a diagonal rest, and moves along L^-1/2 M R^-1/2, M being the
     momentum. Vectors, scalars and vocabulary-sized tables take the Adam path. ``reference.py`` is the same algorithm
     for one tensor.
 
