@@ -16,6 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # bf16 must pay for its lower precision. Chips without bf16 units emulate it at a third of the fp32 speed, those with
 # them are 3-6 times faster, so the exact number is not critical.
 _WORTHWHILE_SPEEDUP = 1.2
+_TURNS = 20  # 0.1 to 0.3 s on two cores
 
 
 def pick_device() -> torch.device:
@@ -27,17 +28,20 @@ def pick_dtype(device: torch.device) -> str:
     """The format for the frozen weights and matrix products: bf16 where the chip has units for it."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    seconds = {name: _product_seconds(DTYPES[name]) for name in ("fp32", "bf16")}
+    seconds = _product_seconds(("fp32", "bf16"))
     return "bf16" if seconds["fp32"] > _WORTHWHILE_SPEEDUP * seconds["bf16"] else "fp32"
 
 
-def _product_seconds(dtype: torch.dtype) -> float:
-    left, right = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-    best = float("inf")
-    for _ in range(6):  # the best of a few: the first call compiles a kernel, and other programs may interfere
-        start = time.perf_counter()
-        torch.mm(left, right)
-        best = min(best, time.perf_counter() - start)
+def _product_seconds(names: tuple[str, ...]) -> dict[str, float]:
+    factors = {n: (torch.ones(512, 576, dtype=DTYPES[n]), torch.ones(576, 1536, dtype=DTYPES[n])) for n in names}
+    best = dict.fromkeys(names, float("inf"))
+    # The best of many, in turns: the first call compiles a kernel, and other programs take the processor for some
+    # hundredths of a second, which must not meet all calls of one format.
+    for _ in range(_TURNS):
+        for name, (left, right) in factors.items():
+            start = time.perf_counter()
+            torch.mm(left, right)
+            best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 

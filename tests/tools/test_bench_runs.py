@@ -102,6 +102,30 @@ def test_a_killed_grid_continues_and_equals_an_uninterrupted_one(
     assert results.read_bytes().count(b"\n") == 6
 
 
+@pytest.mark.parametrize("first", ["fp32", "bf16"])
+def test_a_grid_goes_on_in_the_number_format_of_its_runs(
+    bench: Bench,
+    tmp_path: Path,
+    model_dir: Path,
+    rows_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    first: str,
+) -> None:
+    file = workload_file(tmp_path, model_dir, rows_file, steps=1)
+    other = {"fp32": "bf16", "bf16": "fp32"}[first]
+    monkeypatch.setattr("scao_tools.bench.session.pick_dtype", lambda _: first)
+    assert bench(file, "--out", "o", "--seeds", "0") == 0
+    monkeypatch.setattr("scao_tools.bench.session.pick_dtype", lambda _: other)  # as a loaded machine may find
+    assert bench(file, "--out", "o") == 0
+    assert f"Continuing in {first}" in capfd.readouterr().out
+    records = read_results([Path("o")])
+    assert len(records) == 6
+    assert {(record.dtype, record.workload_digest) for record in records} == {(first, records[0].workload_digest)}
+    assert bench(file, "--out", "o", "--seeds", "0", "--dtype", other) == 0  # asked for, it is another comparison
+    assert [record.dtype for record in read_results([Path("o")])] == [first] * 6 + [other] * 3
+
+
 def test_two_shards_share_the_grid(bench: Bench, tmp_path: Path, model_dir: Path, rows_file: Path) -> None:
     file = workload_file(tmp_path, model_dir, rows_file, steps=1)
     assert bench(file, "--out", "o", "--shard", "1/2") == 0
@@ -175,6 +199,7 @@ def test_full_training_starts_from_the_same_weights_each_time(
         (("--lr", "fast"), "--lr must be numbers"),
         (("--lr", "0"), "above 0"),
         (("--shard", "3/2"), "must look like 1/2"),
+        (("--dtype", "int8"), "auto, fp32, bf16, fp16"),
         (("--stage", "final"), "screen, compare"),
         (("--budget-minutes", "0"), "above 0"),
         (("--steps", "0"), "at least 1"),

@@ -138,6 +138,15 @@ def read_results(paths: Iterable[Path]) -> list[RunRecord]:
     return list(records.values())
 
 
+def dtype_on_record(records: Iterable[RunRecord], workload: str, device: str) -> str | None:
+    """The number format that a workload's latest run on this kind of device had, None if there is none.
+
+    A grid goes on in it: what the chip is best at is measured, and another answer would make every run again.
+    """
+    found = [r.dtype for r in records if (r.workload, r.device) == (workload, device) and r.dtype != RunRecord.dtype]
+    return found[-1] if found else None
+
+
 def append_result(path: Path, record: RunRecord) -> None:
     """Add one line and wait until it is on the disk."""
     log = MetricsLog(path)

@@ -226,7 +226,7 @@ def run_grid(
 def _make(session: BenchSession, run: Run, stage: str, screen: Screen, should_stop: Stop) -> RunRecord | None:
     spec, workload = REGISTRY[run.optimizer], session.workload
     if spec.isolated and not runs_isolated(spec.isolated):
-        return execute_elsewhere(workload, run, stage, spec.isolated, should_stop)
+        return execute_elsewhere(workload, session.place.dtype, run, stage, spec.isolated, should_stop)
     with screen.training(spec.label, workload.steps, len(workload.eval_steps()) - 1, 0) as view:
         return execute(session, run, stage, view, should_stop)
 

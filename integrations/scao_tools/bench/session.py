@@ -42,10 +42,10 @@ class Place:
     dtype: str
 
     @classmethod
-    def here(cls) -> Place:
-        """The first GPU or the CPU, in bf16 where the chip has units for it."""
+    def here(cls, dtype: str | None = None) -> Place:
+        """The first GPU or the CPU, in this format; None: bf16 where the chip has units for it."""
         device = pick_device()
-        return cls(device, pick_dtype(device))
+        return cls(device, dtype or pick_dtype(device))
 
 
 def workload_digest(workload: Workload, data: DataSet, place: Place) -> str:

@@ -26,14 +26,17 @@ _POLL_SECONDS = 0.2
 
 
 def execute_elsewhere(
-    workload: Workload, run: Run, stage: str, requirement: str, should_stop: Callable[[], bool]
+    workload: Workload, dtype: str, run: Run, stage: str, requirement: str, should_stop: Callable[[], bool]
 ) -> RunRecord | None:
     """Make the run in a new process with ``requirement`` first on its path; None if the user asked to stop.
+
+    ``dtype`` is the number format of the other runs, which that process is not to choose anew.
 
     Raises:
         ToolError: the process failed; its last line says why.
     """
-    job = json.dumps({"workload": dataclasses.asdict(workload), "run": dataclasses.asdict(run), "stage": stage})
+    plain = {"workload": dataclasses.asdict(workload), "run": dataclasses.asdict(run)}
+    job = json.dumps({**plain, "dtype": dtype, "stage": stage})
     process = subprocess.Popen(
         [sys.executable, "-m", "scao_tools.bench.worker"],
         env=peer_environment(requirement),
@@ -73,7 +76,7 @@ def work(job: Mapping[str, Any], view: TrainingView) -> RunRecord | None:
     from scao_tools.bench.session import Place, load_session, read_data
 
     workload = workload_from_plain(job["workload"])
-    session = load_session(workload, read_data(workload), Place.here())
+    session = load_session(workload, read_data(workload), Place.here(job["dtype"]))
     return execute(session, Run(**job["run"]), job["stage"], view, lambda: False)
 
 

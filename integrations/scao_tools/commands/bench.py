@@ -16,7 +16,7 @@ from scao_tools.requirements import DEMO_MODULES, require
 
 if TYPE_CHECKING:
     from scao_tools.bench.runner import Grid
-    from scao_tools.bench.session import BenchSession
+    from scao_tools.bench.session import BenchSession, Place
     from scao_tools.bench.workload import Workload
     from scao_tools.console import Screen
 
@@ -35,6 +35,12 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Another model: a directory or a Hugging Face name.")] = None,
     data: Annotated[str | None, typer.Option(help="Other data: a JSONL file, a named source, or a Hub name.")] = None,
     out: Annotated[Path | None, typer.Option(help="Results and report.  [default: runs/bench/<workload>]")] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, bf16, fp16 or fp32 for matrix products. auto: as the runs on record, or what is faster."
+        ),
+    ] = "auto",
     stage: Annotated[str | None, typer.Option(help="compare, or screen for runs that only choose settings.")] = None,
     shard: Annotated[str, typer.Option(help="Which part of the grid: 1/2 and 2/2 may run side by side.")] = "1/1",
     budget_minutes: Annotated[float | None, typer.Option(help="Start no run that would end after this time.")] = None,
@@ -60,7 +66,7 @@ def bench(
     folder = out if out is not None else Path("runs") / "bench" / chosen.name
     screen = Screen()
     try:
-        code = _bench(chosen, folder, part, budget_minutes, dry_run, screen)
+        code = _bench(chosen, folder, dtype, part, budget_minutes, dry_run, screen)
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
@@ -81,6 +87,7 @@ def bench_report(
 def _bench(
     workload: Workload,
     folder: Path,
+    dtype: str,
     shard: tuple[int, int],
     budget_minutes: float | None,
     dry_run: bool,
@@ -88,13 +95,13 @@ def _bench(
 ) -> int:
     with screen.task("Importing torch and transformers"):
         from scao_tools.bench.runner import Grid, run_grid
-        from scao_tools.bench.session import Place, load_session, read_data, workload_digest
+        from scao_tools.bench.session import load_session, read_data, workload_digest
         from scao_tools.bench.workload import plan_runs
     from scao_tools.bench.report import load_and_write
     from scao_tools.interrupts import StopSignals
     from scao_tools.optimizers import check_grid
 
-    place = Place.here()
+    place = _place(workload, folder, dtype, screen)
     check_grid(workload.optimizers, workload.train == "full", workload.weight_decay, place.device.type)
     with screen.task("Reading the data"):
         rows = read_data(workload)
@@ -119,6 +126,23 @@ def _bench(
     if not complete:
         screen.say(f"{len(grid.left())} runs are left; the same command continues. Results so far: {grid.file}")
     return code
+
+
+def _place(workload: Workload, folder: Path, dtype: str, screen: Screen) -> Place:
+    """Where and in which format: as asked for, else as the runs on record, else as the chip does best."""
+    from scao_tools.bench.results import RESULTS, dtype_on_record, read_results
+    from scao_tools.bench.session import Place
+    from scao_tools.compute import DTYPES, pick_device
+
+    if dtype not in ("auto", *DTYPES):
+        raise OptionError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype != "auto":
+        return Place.here(dtype)
+    file = folder / RESULTS
+    recorded = dtype_on_record(read_results([file]) if file.exists() else [], workload.name, pick_device().type)
+    if recorded:
+        screen.say(f"Continuing in {recorded}, as the runs in {file}.")
+    return Place.here(recorded)
 
 
 def _show_plan(grid: Grid, session: BenchSession, screen: Screen) -> None:
