@@ -101,11 +101,8 @@ class Spiked(Factor):
         share = (rest * (1 - state["basis"].square().sum(-2))).sum(-1, keepdim=True)
         # Where the directions hold all there is, what is left of a coordinate is rounding, and so is its share.
         least = torch.finfo(rest.dtype).eps * rest.sum(-1, keepdim=True)
-        return (
-            rest
-            / torch.maximum(share, least).clamp_min(tiny(rest))
-            * ((self.dim - self.rank) * state["tail"][..., None])
-        )
+        trace = (self.dim - self.rank) * state["tail"][..., None]
+        return rest / torch.maximum(share, least).clamp_min(tiny(rest)) * trace
 
     def roots(self, state: State, damping: float, unit: bool = False) -> tuple[Tensor, Tensor]:
         """(τ s + δ mean)^-1/2 (…, 1, d) of the rest, and (μ + δ mean)^-1/2 (…, 1, ρ) of the directions."""
