@@ -18,8 +18,9 @@ def move(units: list[stacks.Unit]) -> int:
     group, engine = job.group, ENGINES[job.plan.engine]
     beta = group["betas"][1] if group["curvature_beta"] is None else group["curvature_beta"]
     damping = default_damping(min(job.plan.matrix)) if group["damping"] is None else group["damping"]
-    context = Context(t, tuple(group["betas"]), beta, group["eps"], damping, group["norm_rule"])
     lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    length = max(job.plan.matrix)
+    context = Context(t, tuple(group["betas"]), beta, group["eps"], damping, group["norm_rule"], lr, length)
     if stacks.in_place(units):
         adam_step_(units[0].param, units[0].state, stacks.limited(units)[0], context, lr, weight_decay)
         return 0

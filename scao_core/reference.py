@@ -215,7 +215,9 @@ def step(
             agree = (u * g > 0).to(u.dtype)
             share = agree.sum() / (g != 0).sum().clamp_min(1)
             u = u * agree / share.clamp_min(0.1)
-        bound = min(10.0, adam_bound(o["betas"], t)) if o["engine"] == "kl" or t == 1 else 10.0
+        bound = adam_bound(o["betas"], t) if o["engine"] == "kl" or t == 1 else 10.0
+        if t > 1:  # entries of A begin within 1 / n^1/2: a tenth of that does no harm
+            bound = min(10.0, max(bound, 0.1 / n**0.5 / o["lr"] if o["lr"] else math.inf))
         u = u.clamp(-bound, bound)
     for s, new, due, side in ((ls, new_l, refresh[0], 0), (rs, new_r, refresh[1], 1)):
         s |= new

@@ -21,6 +21,7 @@ Sides = tuple[Factor, ...]
 _TURN_FIRST, _TURN_EVERY = 8, 4  # chosen
 PREFIXES = ("left_", "right_")
 FARTHEST = 10.0  # chosen: just above Adam's own bound for betas (0.9, 0.999)
+_HARMLESS = 0.1  # chosen, as a part of the largest entry that LoRA's A begins with
 _OVERFLOWS = 700.0  # e to this power is near fp64's largest number
 
 
@@ -45,6 +46,8 @@ class Context:
         eps: added to square roots; gradients arrive divided by the size of the first one, so it is relative to that.
         damping: relative to a factor's mean eigenvalue.
         norm_rule: ``"decrease"`` or ``"none"``, for rules that know it.
+        lr: the learning rate of this step.
+        length: n, the longer side of a matrix.
         failed: numbers of decompositions that failed in this step; rules append to it.
     """
 
@@ -54,6 +57,8 @@ class Context:
     eps: float
     damping: float
     norm_rule: str = "none"
+    lr: float = 0.0
+    length: int = 1
     failed: list[int] = field(default_factory=list)
 
 
@@ -143,6 +148,14 @@ def adam_bound(betas: tuple[float, float], t: float = math.inf) -> float:
         log = 2 * math.log(b1) - math.log(b2)
         terms = t if log == 0 else math.inf if t * log > _OVERFLOWS else math.expm1(t * log) / math.expm1(log)
     return max(1.0, (1 - b1) / (1 - math.pow(b1, t)) * math.sqrt(terms * (1 - math.pow(b2, t)) / (1 - b2)))
+
+
+def harmless(lr: float, length: int) -> float:
+    """0.1 / √n in units of lr: as far as one step may move any entry of a matrix of this longer side without harm.
+
+    PEFT begins A with entries within ± 1 / √n (Kaiming's uniform distribution), so this is a tenth of the largest.
+    """
+    return _HARMLESS / math.sqrt(length) / lr if lr > 0 else math.inf
 
 
 def adam_direction(m: Tensor, v: Tensor, context: Context) -> Tensor:

@@ -26,6 +26,7 @@ from .base import (
     Sides,
     adam_bound,
     first_direction,
+    harmless,
     join,
     rate,
     split,
@@ -66,10 +67,12 @@ class KL(Engine):
         return {"gain": gain, **join(PREFIXES[0], lhs), **join(PREFIXES[1], rhs)}, u
 
     def farthest(self, context: Context) -> float:
-        """As far as Adam's step could by this t. The factors of few gradients say little about a single entry, and unlike
-        the coordinates of SOAP or a polar factor, whitened ones have no bound of their own.
+        """As far as Adam's step could by this t, or farther where that is little for the matrix. The factors of few gradients
+        say little about a single entry, and unlike the coordinates of SOAP or a polar factor, whitened ones have no bound of
+        their own.
         """
-        return min(FARTHEST, adam_bound(context.betas, context.t))
+        bound = adam_bound(context.betas, context.t)
+        return min(FARTHEST, max(bound, harmless(context.lr, context.length))) if context.t > 1 else bound
 
 
 Stepped = tuple[State, State, Tensor, Direction]

@@ -46,7 +46,8 @@ def gradients(shape, steps, seed):
 def run_both(shape, steps=24, seed=0, **options):
     start = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     fast = torch.nn.Parameter(start.clone())
-    optimizer = SCAO([fast], lr=1e-2, weight_decay=0.1, refresh_every=4, block_size=3, spike_rank=3, **options)
+    options = {"lr": 1e-2, "weight_decay": 0.1} | options
+    optimizer = SCAO([fast], refresh_every=4, block_size=3, spike_rank=3, **options)
     plan = Plans(optimizer.param_groups[0])[fast]
     turns = optimizer._schedule()[0][0][0]
     slow = start.T.clone() if plan.transposed else start.clone()
@@ -148,6 +149,9 @@ def test_spectral_equals_reference(shape):
         {"betas": (0.8, 0.95)},
         {"damping": 0.1},
         {"damping": 1e-6},
+        {"lr": 0.0},
+        {"lr": 1e-5},  # every entry may move ten times lr,
+        {"lr": 0.1},  # and as far as Adam's could
         {"curvature_beta": 0.9},
         {"norm_rule": "none"},
         {"cautious": False},

@@ -1,4 +1,4 @@
-"""No step moves an entry farther than Adam's could by then, whatever the gradients do."""
+"""No step moves an entry far in weights: not farther than Adam's could by then, or than a tenth of their scale at the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scao import SCAO
-from scao_core.engines.base import adam_bound
+from scao_core.engines.base import adam_bound, harmless
 
 BETAS = [(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.95, 0.9025), (0.9, 0.5), (0.0, 0.999), (0.0, 0.0), (0.9, 0.0)]
 
@@ -60,21 +60,48 @@ def surprising(shape, t, generator):
     return (column @ row + 0.01 * torch.randn(*shape, generator=generator)) * 3.0 ** (t % 3)
 
 
+@pytest.mark.parametrize("lr", [1.0, 5e-3, 1e-5])
 @pytest.mark.parametrize("shape", [(16, 96), (96, 16), (300, 200)])
 @pytest.mark.parametrize("options", [{}, {"cautious": False}, {"damping": 1e-4}, {"betas": (0.8, 0.95)}], ids=str)
-def test_no_entry_moves_farther_than_adams_could(shape, options):
+def test_no_entry_moves_farther_than_adams_could_or_a_tenth_of_its_scale(shape, options, lr):
     generator = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    optimizer = SCAO([param], lr=1.0, weight_decay=0.0, **options)
-    farthest = []
+    optimizer = SCAO([param], lr=lr, weight_decay=0.0, **options)
+    moves, bounds = [], []
     for t in range(1, 31):
         before = param.detach().clone()
         param.grad = surprising(shape, t, generator).double()
         optimizer.step()
-        farthest.append(float((param.detach() - before).abs().max()))
-        # p is of order ten here, so its change is known to 1e-14
-        assert farthest[-1] <= adam_bound(options.get("betas", (0.9, 0.999)), t) + 1e-12
-    assert max(farthest[:10]) > 0.99
+        moves.append(float((param.detach() - before).abs().max()))
+        bounds.append(lr * adam_bound(options.get("betas", (0.9, 0.999)), t))
+        if t > 1:
+            bounds[-1] = max(bounds[-1], min(10 * lr, 0.1 / max(shape) ** 0.5))
+    # p is of order ten here at lr 1, so its change is known to 1e-14
+    assert all(move <= bound + 1e-12 for move, bound in zip(moves, bounds, strict=True))
+    # These gradients press against Adam's bound, and where more is harmless they go farther.
+    assert max(moves[:10]) > lr * (0.99 if lr == 1 else 1.15)
+
+
+@pytest.mark.parametrize(("lr", "farthest"), [(0.0, math.inf), (1e-4, 100.0), (2e-3, 5.0), (1e-2, 1.0)])
+def test_harmless_is_a_length_in_weights_not_in_learning_rates(lr, farthest):
+    assert harmless(lr, 100) == pytest.approx(farthest)
+    assert harmless(lr, 400) == pytest.approx(farthest / 2)
+
+
+def test_a_low_learning_rate_shortens_the_step_and_not_its_entries():
+    """Far below the best rate nothing is cut off, so U does not depend on lr."""
+    steps = []
+    for lr in (1e-6, 1e-5, 1e-4):
+        generator = torch.Generator().manual_seed(0)
+        param = torch.nn.Parameter(torch.zeros(16, 96, dtype=torch.float64))
+        optimizer = SCAO([param], lr=lr, weight_decay=0.0)
+        for t in range(1, 6):
+            param.grad = surprising((16, 96), t, generator).double()
+            optimizer.step()
+        steps.append(param.detach() / lr)
+    torch.testing.assert_close(steps[0], steps[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(steps[0], steps[2], rtol=0, atol=1e-9)
+    assert steps[0].abs().max() > 1 + 4 * adam_bound((0.9, 0.999), 5)  # farther than Adam's could have come
 
 
 @pytest.mark.parametrize("engine", ["kl", "soap", "spectral"])
